@@ -1,0 +1,127 @@
+"""Every setting of Triptych, documented once, as frozen nested structs.
+
+`cli/options.py` makes the command-line flags from these fields; `load` merges defaults, a TOML file and flags. No I/O
+happens in validation, and 'auto' is resolved into a new object by whoever knows the answer (`models/registry.py`).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from triptych.errors import ConfigError
+from triptych.types import Stage
+
+PositiveInt = Annotated[int, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+def doc(text: str) -> Meta:
+    """The one description of a field: shown by --help, by `triptych config` and in docs/configuration.md."""
+    return Meta(description=text)
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A group of settings; one flag a field."""
+
+
+class ModelConfig(Section):
+    path: Annotated[str, doc("directory of a Hugging Face checkpoint, or 'demo' for the packaged one")] = "demo"
+    served_name: Annotated[str, doc("model name in the API; empty: the directory's name")] = ""
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], doc("dtype of weights, KV and embeddings; auto: the checkpoint's")] = "auto"
+    device: Annotated[str, doc("torch device of the stages: auto, cpu, cuda or cuda:N; auto: cuda where there is one")] = "auto"
+    max_model_len: Annotated[Count, doc("longest prompt + output in tokens; 0: what the checkpoint allows, at most what the KV blocks hold")] = 0
+
+
+class MediaConfig(Section):
+    max_images: Annotated[Count, doc("images in one request, over all its messages")] = 32
+    max_image_bytes: Annotated[PositiveInt, doc("encoded bytes of one image")] = 32 << 20
+    max_image_pixels: Annotated[PositiveInt, doc("width x height of one image as its header gives them")] = 64_000_000
+    background: Annotated[str, doc("colour under transparent pixels, as #rrggbb")] = "#ffffff"
+    fetch_timeout_s: Annotated[Seconds, doc("time for one media URL, redirects included")] = 10.0
+    max_redirects: Annotated[Count, doc("redirects followed for one media URL")] = 3
+    allow_private_urls: Annotated[bool, doc("fetch media from loopback, link-local and private addresses")] = False
+    allowed_local_media_path: Annotated[str, doc("directory under which file: URLs may read; empty: none")] = ""
+
+
+class EncodeConfig(Section):
+    max_encode_embeds: Annotated[PositiveInt, doc("embeds that one forward of the vision tower may return; a larger item runs alone")] = 4096
+    cache_bytes: Annotated[Count, doc("memory for finished embeddings on an encode worker")] = 256 << 20
+    preprocess_threads: Annotated[PositiveInt, doc("threads that decode and resize media beside the tower")] = 1
+
+
+class EngineConfig(Section):
+    block_size: Annotated[PositiveInt, doc("tokens in one KV block")] = 16
+    num_kv_blocks: Annotated[Count, doc("KV blocks; 0: as many as kv_bytes holds")] = 0
+    kv_bytes: Annotated[PositiveInt, doc("memory for KV blocks where num_kv_blocks is 0")] = 512 << 20
+    max_num_batched_tokens: Annotated[PositiveInt, doc("tokens in one step, decode and prefill together")] = 512
+    max_num_seqs: Annotated[PositiveInt, doc("requests in one step")] = 32
+    prefix_caching: Annotated[bool, doc("reuse KV blocks of equal prefixes")] = True
+    embedding_cache_bytes: Annotated[Count, doc("memory for received embeddings on a prefill worker")] = 256 << 20
+
+
+class HandoffConfig(Section):
+    transport: Annotated[Literal["auto", "shm", "inproc"], doc("how embeddings and KV move; auto: inproc in a worker that hosts every stage, else shm")] = "auto"
+    lease_ttl_s: Annotated[Seconds, doc("how long a producer keeps what it published for a consumer that does not answer")] = 60.0
+
+
+class RouterConfig(Section):
+    max_num_requests: Annotated[PositiveInt, doc("requests admitted at once; one more is answered 503 at once")] = 256
+    deadline_s: Annotated[Seconds, doc("time for one request, from its arrival to its last token")] = 600.0
+    max_attempts: Annotated[PositiveInt, doc("how often a request may be planned anew after a worker was lost")] = 3
+    heartbeat_s: Annotated[Seconds, doc("time between two heartbeats of a worker")] = 0.5
+    heartbeat_ttl_s: Annotated[Seconds, doc("silence after which a worker counts as lost")] = 2.0
+    probe_s: Annotated[Seconds, doc("time between two probes that do real work in every stage")] = 10.0
+    probe_timeout_s: Annotated[Seconds, doc("a worker whose probe takes longer is taken out until one succeeds")] = 60.0
+    drain_s: Annotated[Seconds, doc("time that running requests get when a process is told to stop")] = 30.0
+
+
+class ApiConfig(Section):
+    host: Annotated[str, doc("address that the API listens on")] = "127.0.0.1"
+    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], doc("port of the API; 0: any free one")] = 8000
+    max_body_bytes: Annotated[PositiveInt, doc("longest request body")] = 128 << 20
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], doc("least severe line that is logged")] = "info"
+
+
+class Config(Section):
+    """All of it; the sections are named in flags and in the TOML file."""
+
+    model: ModelConfig = ModelConfig()
+    media: MediaConfig = MediaConfig()
+    encode: EncodeConfig = EncodeConfig()
+    engine: EngineConfig = EngineConfig()
+    handoff: HandoffConfig = HandoffConfig()
+    router: RouterConfig = RouterConfig()
+    api: ApiConfig = ApiConfig()
+
+
+class WorkerConfig(Section):
+    """What one worker process is told, beside the `Config` that it shares with the router."""
+
+    name: str
+    stages: list[Stage]
+    router_url: str
+    runtime_dir: str  # holds the unix sockets of this deployment
+    cores: list[int] = []  # empty: not pinned
+    num_threads: int = 1  # torch threads; more than one a core loses (docs/decisions/0003)
+
+
+def load(file: Path | None, overrides: dict[str, dict[str, Any]]) -> Config:
+    """Defaults, then `file` (TOML), then `overrides` by section and field. Raises ConfigError naming the field."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = tomllib.loads(file.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{file}: {error}") from error
+    for section, fields in overrides.items():
+        values.setdefault(section, {}).update(fields)
+    try:
+        return msgspec.convert(values, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}") from error

@@ -1,0 +1,274 @@
+"""What the router and the workers say to each other: typed, versioned, msgpack on the wire, never pickle.
+
+A message goes one way, from one mailbox to another; answers are messages of their own. Every message about a request
+carries its `request_id` and `attempt`: a request that was planned anew has a higher attempt, and what still arrives
+for a lower one is dropped. `tests/messages/golden.json` holds the bytes of each message.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+
+from triptych.types import FinishReason, ItemMetadata, Modality, PromptItem, SamplingParams, WorkerAddress
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=False, omit_defaults=True):
+    """Base of all messages; the tag on the wire is the class's name."""
+
+
+class RequestMessage(Message, frozen=True):
+    """Base of the messages about one attempt at one request."""
+
+    request_id: str
+    attempt: int
+
+
+class Refusal(StrEnum):
+    """Why a worker did not take a request. `retryable` says whether another worker may."""
+
+    DRAINING = "draining"
+    TOO_LONG = "too_long"
+    STAGE_NOT_HOSTED = "stage_not_hosted"
+
+    @property
+    def retryable(self) -> bool:
+        return self is not Refusal.TOO_LONG
+
+
+# -- router to encode worker, and back ---------------------------------------------------------------------------------
+
+
+class ItemToEncode(msgspec.Struct, frozen=True):
+    modality: Modality
+    mm_hash: str
+    content: bytes
+    metadata: ItemMetadata
+
+
+class PrepareItems(RequestMessage, frozen=True):
+    """Decode and preprocess at once; the tower waits for `EncodeItems`."""
+
+    items: list[ItemToEncode]
+
+
+class EncodeItems(RequestMessage, frozen=True):
+    """Demand: publish these items to the consumer, from the cache or by a forward."""
+
+    mm_hashes: list[str]
+    consumer: WorkerAddress
+
+
+class ItemEncoded(RequestMessage, frozen=True):
+    """The item was published to its consumer. Durations are of the encode worker's clock."""
+
+    mm_hash: str
+    cached: bool  # no forward ran for this request: it was in the encoder cache, or another request's forward
+    queue_s: float  # from demand to the start of the forward
+    encode_s: float
+
+
+class ItemFailed(RequestMessage, frozen=True):
+    mm_hash: str
+    message: str
+    bad_media: bool  # the item's own fault: the client gets a 400. Else another encode worker may try.
+
+
+# -- router to prefill and decode worker, and back ---------------------------------------------------------------------
+
+
+class Prefill(RequestMessage, frozen=True):
+    """Compute the prompt's KV and sample. The answer is `Accepted` or `Refused`."""
+
+    token_ids: list[int]  # the prompt, then the tokens that an earlier attempt already produced
+    num_output_tokens: int  # how many of `token_ids` are output of an earlier attempt
+    items: list[PromptItem]
+    sampling: SamplingParams
+    cache_salt: str
+    decode_elsewhere: bool  # hand the KV off after the first token, else go on here
+
+
+class Decode(RequestMessage, frozen=True):
+    """Fetch the prompt's KV from `source` as it grows, then go on sampling."""
+
+    token_ids: list[int]
+    num_output_tokens: int
+    items: list[PromptItem]
+    sampling: SamplingParams
+    cache_salt: str
+    source: WorkerAddress
+
+
+class Accepted(RequestMessage, frozen=True):
+    num_cached_tokens: int
+    needed: list[str]  # mm_hashes that neither the prefix cache nor the cache of embeddings covers
+
+
+class Refused(RequestMessage, frozen=True):
+    reason: Refusal
+    message: str
+
+
+class EmbeddingsNeeded(RequestMessage, frozen=True):
+    """Items that a worker needs after all: a preempted request starts over, or a transfer failed."""
+
+    mm_hashes: list[str]
+
+
+class ItemHeld(RequestMessage, frozen=True):
+    """The consumer holds the embedding in its own memory; the encode worker may die now."""
+
+    mm_hash: str
+    transfer_s: float
+
+
+class PrefillTiming(msgspec.Struct, frozen=True):
+    """Where the time from submit to first token went on the worker's clock; the three sum to it."""
+
+    queue_s: float  # waiting for a place in a step, or for KV blocks
+    embed_wait_s: float  # blocked on an embedding that had not arrived
+    prefill_s: float
+    blocking_item: str = ""  # mm_hash of the item that was waited for last
+
+
+class DecodeTiming(msgspec.Struct, frozen=True):
+    """Where the time from `Decode` to the decode worker's first token went, on its clock."""
+
+    kv_transfer_s: float  # until the last KV block had arrived
+    queue_s: float  # from then to the first step
+
+
+class TokenOutput(msgspec.Struct, frozen=True):
+    """What one step gave one request."""
+
+    request_id: str
+    attempt: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop_token_ids entry that ended it
+    error: str = ""
+    prefill: PrefillTiming | None = None
+    decode: DecodeTiming | None = None
+
+
+class StepOutput(Message, frozen=True):
+    """Outputs of all requests of one step, in one message."""
+
+    outputs: list[TokenOutput]
+
+
+class Cancel(RequestMessage, frozen=True):
+    """Stop and free everything of this attempt, at whatever stage. Harmless when there is nothing."""
+
+
+# -- worker to worker: hand-off ----------------------------------------------------------------------------------------
+
+
+class Range(NamedTuple):
+    """Bytes in the owner's memory pool."""
+
+    offset: int
+    num_bytes: int
+
+
+class EmbeddingHandle(msgspec.Struct, frozen=True):
+    """A leased embedding: [num_embeds, hidden * (1 + deepstack layers)], rows contiguous."""
+
+    lease_id: int
+    owner: WorkerAddress
+    range: Range
+    shape: tuple[int, int]
+    dtype: str
+    checksum: int  # xxh3_64 of the bytes
+
+
+class EmbeddingPublished(RequestMessage, frozen=True):
+    mm_hash: str
+    handle: EmbeddingHandle
+
+
+class FetchKV(RequestMessage, frozen=True):
+    """The decode worker asks for KV from block `first_block` of the request on; earlier ones it has."""
+
+    first_block: int
+    consumer: WorkerAddress
+
+
+class KVHandle(msgspec.Struct, frozen=True):
+    """Leased KV blocks `first_block`... of a request, each [layers, 2, kv_heads, block_size, head_dim]."""
+
+    lease_id: int
+    owner: WorkerAddress
+    first_block: int
+    blocks: list[Range]
+    checksums: list[int]
+
+
+class KVPublished(RequestMessage, frozen=True):
+    """Blocks whose tokens are computed. The last one carries the first token that the prefill worker sampled."""
+
+    handle: KVHandle
+    num_tokens: int  # tokens of the request whose KV is published up to here
+    first_token_id: int | None = None  # set on the last message
+
+
+class KVRefused(RequestMessage, frozen=True):
+    """The prefill worker does not have the request (any more)."""
+
+    message: str
+
+
+class LeaseReleased(Message, frozen=True):
+    lease_id: int
+
+
+# -- health ------------------------------------------------------------------------------------------------------------
+
+
+class Probe(Message, frozen=True):
+    """Do a small piece of real work in every stage."""
+
+    probe_id: int
+
+
+class Probed(Message, frozen=True):
+    probe_id: int
+    error: str = ""
+
+
+class Drain(Message, frozen=True):
+    """Take no new requests; leave when those that run are done."""
+
+
+Body = (
+    PrepareItems | EncodeItems | ItemEncoded | ItemFailed
+    | Prefill | Decode | Accepted | Refused | EmbeddingsNeeded | ItemHeld | StepOutput | Cancel
+    | EmbeddingPublished | FetchKV | KVPublished | KVRefused | LeaseReleased
+    | Probe | Probed | Drain
+)  # fmt: skip
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """One message with who sent it. A receiver drops other protocol versions and epochs that it knows to be over."""
+
+    version: int
+    sender: str
+    epoch: str
+    body: Body
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode(body: Body, sender: str, epoch: str) -> bytes:
+    return _encoder.encode(Envelope(PROTOCOL_VERSION, sender, epoch, body))
+
+
+def decode(frame: bytes) -> Envelope:
+    """Raises msgspec.DecodeError on anything that is not an envelope of this protocol."""
+    return _decoder.decode(frame)
