@@ -1,7 +1,9 @@
 """Second step of the training: the language model learns to answer from the frozen tower's features.
 
 Every page is encoded once, before the first step. Each training example is a conversation of several turns about one to
-six of them, rendered by the checkpoint's own chat template, so that serving sees the same tokens.
+six of them, rendered by the checkpoint's own chat template, so that serving sees the same tokens. A throw-away head on
+an early layer says of every image token which picture it belongs to: picking the right page needs that first, and the
+answers alone teach it late or never.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration
 
@@ -23,6 +25,7 @@ from vision import encode, optimizers, prepare, schedule
 
 BATCH_TOKENS = 6000
 TURNS = 5
+_TAGGED_LAYERS = 2  # the head that tells the pictures apart reads after this many
 _SYSTEM = ("You are a helpful assistant.", "Answer the question.", "Look at the pages.")
 
 
@@ -173,10 +176,16 @@ def _collate(model: Qwen3VLForConditionalGeneration, batch: Sequence[Example]) -
     return ids, turns, positions
 
 
+def _picture_numbers(batch: Sequence[Example]) -> Tensor:
+    """Of each image token in the batch, which of its conversation's pictures it belongs to, from 0."""
+    numbers = [torch.full((len(image.features),), k) for example in batch for k, image in enumerate(example.images)]
+    return torch.cat(numbers)
+
+
 def batch_loss(
-    model: Qwen3VLForConditionalGeneration, batch: Sequence[Example]
+    model: Qwen3VLForConditionalGeneration, numbering: nn.Linear, batch: Sequence[Example]
 ) -> tuple[Tensor, list[tuple[str, bool]]]:
-    """Mean cross entropy of the answers' tokens, and for each turn whether greedy decoding would get it right."""
+    """The loss, and for each turn whether greedy decoding would get it right."""
     ids, turns, positions = _collate(model, batch)
     mask = ids == model.config.image_token_id
     width = model.config.text_config.hidden_size
@@ -186,27 +195,32 @@ def batch_loss(
         embeds = embeds.masked_scatter(mask[..., None], features[0].to(embeds.dtype))
         deepstack = list(features[1:])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = model.model.language_model(
+        output = model.model.language_model(
             inputs_embeds=embeds,
             position_ids=positions,
             visual_pos_masks=mask,
             deepstack_visual_embeds=deepstack,
             use_cache=False,
-        ).last_hidden_state
+            output_hidden_states=True,
+        )
         answers = turns[:, 1:] >= 0
-        scores = model.lm_head(hidden[:, :-1][answers]).float()
+        scores = model.lm_head(output.last_hidden_state[:, :-1][answers]).float()
     targets = ids[:, 1:][answers]
+    loss = F.cross_entropy(scores, targets)
+    if mask.any():
+        tagged = numbering(output.hidden_states[_TAGGED_LAYERS][mask].float())
+        loss = loss + 0.3 * F.cross_entropy(tagged, _picture_numbers(batch))
     wrong = set(turns[:, 1:][answers][scores.argmax(-1) != targets].tolist())
     tasks = [task for example in batch for task in example.tasks]
-    return F.cross_entropy(scores, targets), [(task, turn not in wrong) for turn, task in enumerate(tasks)]
+    return loss, [(task, turn not in wrong) for turn, task in enumerate(tasks)]
 
 
 def _stream(conversations: Conversations, steps: int) -> Iterator[list[Example]]:
-    """One page at first, more pages later."""
+    """One or two pages at first, more later."""
     step = 0
     while step < steps:
         progress = step / steps
-        max_images = 1 if progress < 0.15 else 2 if progress < 0.3 else 4 if progress < 0.5 else MAX_IMAGES
+        max_images = 2 if progress < 0.15 else 4 if progress < 0.45 else MAX_IMAGES
         for batch in conversations.batches(max_images):
             yield batch
             step += 1
@@ -219,13 +233,15 @@ def train_decoder(
     decoder = model.model.language_model
     matrices = [p for p in decoder.layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
-    optims = optimizers(matrices, [p for p in decoder.parameters() if id(p) not in chosen], 0.5)
+    numbering = nn.Linear(model.config.text_config.hidden_size, MAX_IMAGES)
+    rest = [p for p in [*decoder.parameters(), *numbering.parameters()] if id(p) not in chosen]
+    optims = optimizers(matrices, rest, 0.5)
     schedules = [schedule(optimizer, steps) for optimizer in optims]
     right: dict[str, list[bool]] = defaultdict(list)
     start = time.monotonic()
     model.model.language_model.train()
     for step, batch in zip(range(steps), _stream(conversations, steps), strict=False):
-        loss, turns = batch_loss(model, batch)
+        loss, turns = batch_loss(model, numbering, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
         for optimizer, plan in zip(optims, schedules, strict=True):
@@ -238,6 +254,6 @@ def train_decoder(
             shares = ", ".join(f"{task} {sum(good) / len(good):.2f}" for task, good in sorted(right.items()))
             print(f"decoder {step}: {time.monotonic() - start:.0f} s, loss {loss.item():.3f}, {shares}", flush=True)
             right.clear()
-        if step % 300 == 299:
+        if step % 150 == 149:
             save()
     model.eval()

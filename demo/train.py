@@ -36,9 +36,9 @@ from vision import train_tower
 
 SEED = 0
 VISION_STEPS = 3000
-DECODER_STEPS = 2000
-PAGES = 6000  # encoded once, and drawn from for every conversation
-EACH = 60  # held-out questions for each task
+DECODER_STEPS = 1550
+PAGES = 5000  # encoded once, and drawn from for every conversation
+EACH = 40  # held-out questions for each task
 
 
 def answer(

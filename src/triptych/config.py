@@ -30,15 +30,21 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """A group of settings; one flag a field."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     path: Annotated[str, doc("directory of a Hugging Face checkpoint, or 'demo' for the packaged one")] = "demo"
     served_name: Annotated[str, doc("model name in the API; empty: the directory's name")] = ""
-    dtype: Annotated[Literal["auto", "bfloat16", "float32"], doc("dtype of weights, KV and embeddings; auto: the checkpoint's")] = "auto"
-    device: Annotated[str, doc("torch device of the stages: auto, cpu, cuda or cuda:N; auto: cuda where there is one")] = "auto"
-    max_model_len: Annotated[Count, doc("longest prompt + output in tokens; 0: what the checkpoint allows, at most what the KV blocks hold")] = 0
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"], doc("dtype of weights, KV and embeddings; auto: the checkpoint's")
+    ] = "auto"
+    device: Annotated[
+        str, doc("torch device of the stages: auto, cpu, cuda or cuda:N; auto: cuda where there is one")
+    ] = "auto"
+    max_model_len: Annotated[
+        Count, doc("longest prompt + output in tokens; 0: what the checkpoint allows, at most what the KV blocks hold")
+    ] = 0
 
 
-class MediaConfig(Section):
+class MediaConfig(Section, frozen=True):
     max_images: Annotated[Count, doc("images in one request, over all its messages")] = 32
     max_image_bytes: Annotated[PositiveInt, doc("encoded bytes of one image")] = 32 << 20
     max_image_pixels: Annotated[PositiveInt, doc("width x height of one image as its header gives them")] = 64_000_000
@@ -49,13 +55,15 @@ class MediaConfig(Section):
     allowed_local_media_path: Annotated[str, doc("directory under which file: URLs may read; empty: none")] = ""
 
 
-class EncodeConfig(Section):
-    max_encode_embeds: Annotated[PositiveInt, doc("embeds that one forward of the vision tower may return; a larger item runs alone")] = 4096
+class EncodeConfig(Section, frozen=True):
+    max_encode_embeds: Annotated[
+        PositiveInt, doc("embeds that one forward of the vision tower may return; a larger item runs alone")
+    ] = 512
     cache_bytes: Annotated[Count, doc("memory for finished embeddings on an encode worker")] = 256 << 20
     preprocess_threads: Annotated[PositiveInt, doc("threads that decode and resize media beside the tower")] = 1
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True):
     block_size: Annotated[PositiveInt, doc("tokens in one KV block")] = 16
     num_kv_blocks: Annotated[Count, doc("KV blocks; 0: as many as kv_bytes holds")] = 0
     kv_bytes: Annotated[PositiveInt, doc("memory for KV blocks where num_kv_blocks is 0")] = 512 << 20
@@ -65,15 +73,23 @@ class EngineConfig(Section):
     embedding_cache_bytes: Annotated[Count, doc("memory for received embeddings on a prefill worker")] = 256 << 20
 
 
-class HandoffConfig(Section):
-    transport: Annotated[Literal["auto", "shm", "inproc"], doc("how embeddings and KV move; auto: inproc in a worker that hosts every stage, else shm")] = "auto"
-    lease_ttl_s: Annotated[Seconds, doc("how long a producer keeps what it published for a consumer that does not answer")] = 60.0
+class HandoffConfig(Section, frozen=True):
+    transport: Annotated[
+        Literal["auto", "shm", "inproc"],
+        doc("how embeddings and KV move; auto: inproc in a worker that hosts every stage, else shm"),
+    ] = "auto"
+    lease_ttl_s: Annotated[
+        Seconds, doc("how long a producer keeps what it published for a consumer that does not answer")
+    ] = 60.0
 
 
-class RouterConfig(Section):
+class RouterConfig(Section, frozen=True):
     max_num_requests: Annotated[PositiveInt, doc("requests admitted at once; one more is answered 503 at once")] = 256
     deadline_s: Annotated[Seconds, doc("time for one request, from its arrival to its last token")] = 600.0
     max_attempts: Annotated[PositiveInt, doc("how often a request may be planned anew after a worker was lost")] = 3
+    capacity_wait_s: Annotated[
+        Seconds, doc("how long a request whose worker was lost waits for one that can take it over")
+    ] = 15.0
     heartbeat_s: Annotated[Seconds, doc("time between two heartbeats of a worker")] = 0.5
     heartbeat_ttl_s: Annotated[Seconds, doc("silence after which a worker counts as lost")] = 2.0
     probe_s: Annotated[Seconds, doc("time between two probes that do real work in every stage")] = 10.0
@@ -81,14 +97,14 @@ class RouterConfig(Section):
     drain_s: Annotated[Seconds, doc("time that running requests get when a process is told to stop")] = 30.0
 
 
-class ApiConfig(Section):
+class ApiConfig(Section, frozen=True):
     host: Annotated[str, doc("address that the API listens on")] = "127.0.0.1"
     port: Annotated[Annotated[int, Meta(ge=0, le=65535)], doc("port of the API; 0: any free one")] = 8000
     max_body_bytes: Annotated[PositiveInt, doc("longest request body")] = 128 << 20
     log_level: Annotated[Literal["debug", "info", "warning", "error"], doc("least severe line that is logged")] = "info"
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """All of it; the sections are named in flags and in the TOML file."""
 
     model: ModelConfig = ModelConfig()
@@ -100,7 +116,7 @@ class Config(Section):
     api: ApiConfig = ApiConfig()
 
 
-class WorkerConfig(Section):
+class WorkerConfig(Section, frozen=True):
     """What one worker process is told, beside the `Config` that it shares with the router."""
 
     name: str

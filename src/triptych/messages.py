@@ -8,6 +8,7 @@ for a lower one is dropped. `tests/messages/golden.json` holds the bytes of each
 from __future__ import annotations
 
 from enum import StrEnum
+from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
@@ -63,11 +64,19 @@ class EncodeItems(RequestMessage, frozen=True):
     consumer: WorkerAddress
 
 
+class EncodeSource(StrEnum):
+    """Where a published embedding came from."""
+
+    FORWARD = "forward"
+    ENCODER_CACHE = "encoder_cache"
+    SINGLE_FLIGHT = "single_flight"  # another request's forward, which began after this one asked
+
+
 class ItemEncoded(RequestMessage, frozen=True):
     """The item was published to its consumer. Durations are of the encode worker's clock."""
 
     mm_hash: str
-    cached: bool  # no forward ran for this request: it was in the encoder cache, or another request's forward
+    source: EncodeSource
     queue_s: float  # from demand to the start of the forward
     encode_s: float
 
@@ -150,7 +159,6 @@ class TokenOutput(msgspec.Struct, frozen=True):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop_token_ids entry that ended it
-    error: str = ""
     prefill: PrefillTiming | None = None
     decode: DecodeTiming | None = None
 
@@ -159,6 +167,13 @@ class StepOutput(Message, frozen=True):
     """Outputs of all requests of one step, in one message."""
 
     outputs: list[TokenOutput]
+
+
+class AttemptFailed(RequestMessage, frozen=True):
+    """The worker gave this attempt up and freed all of it."""
+
+    message: str
+    retryable: bool  # a lost peer or a failed transfer: another plan may succeed
 
 
 class Cancel(RequestMessage, frozen=True):
@@ -240,15 +255,23 @@ class Probed(Message, frozen=True):
     error: str = ""
 
 
+class PeerLost(Message, frozen=True):
+    """A worker's life is over: end the leases it held, let go of its memory."""
+
+    name: str
+    epoch: str
+
+
 class Drain(Message, frozen=True):
     """Take no new requests; leave when those that run are done."""
 
 
 Body = (
     PrepareItems | EncodeItems | ItemEncoded | ItemFailed
-    | Prefill | Decode | Accepted | Refused | EmbeddingsNeeded | ItemHeld | StepOutput | Cancel
+    | Prefill | Decode | Accepted | Refused | EmbeddingsNeeded | ItemHeld | StepOutput
+    | AttemptFailed | Cancel
     | EmbeddingPublished | FetchKV | KVPublished | KVRefused | LeaseReleased
-    | Probe | Probed | Drain
+    | Probe | Probed | PeerLost | Drain
 )  # fmt: skip
 
 
@@ -263,6 +286,11 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def version_hash(fingerprint: str, block_size: int) -> str:
+    """Equal for workers that may exchange embeddings and KV. `fingerprint` covers weights, processor and dtype."""
+    return blake2b(f"{PROTOCOL_VERSION}\0{fingerprint}\0{block_size}".encode(), digest_size=8).hexdigest()
 
 
 def encode(body: Body, sender: str, epoch: str) -> bytes:

@@ -100,7 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     sees it, so that a request goes on with the same draws on another worker.
     """
 
-    max_tokens: int
+    max_tokens: int = 1  # set by the router from the request's own limit and the room that the prompt leaves
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -154,3 +154,82 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     weights: WeightsReport
     pid: int
     cores: list[int] = []
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """Sent by every worker to the router; `counters` are totals since the worker's start, by metric name."""
+
+    name: str
+    epoch: str
+    load: Load
+    counters: dict[str, float] = {}
+
+
+class ImageInput(msgspec.Struct, frozen=True):
+    """An image as the client names it: `data:`, `http(s):` or `file:`."""
+
+    url: str
+    uuid: str = ""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One chat request, checked by the API and not yet looked into by the router."""
+
+    request_id: str
+    messages: list[dict[str, object]]  # OpenAI-like; an image part is {"type": "image"}, bound in order to `images`
+    images: list[ImageInput]
+    sampling: SamplingParams
+    max_tokens: int | None = None  # None: as many as fit
+    stop: list[str] = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    template_kwargs: dict[str, object] = {}
+    cache_salt: str = ""
+    priority: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0  # as the prefill worker saw it
+    image_tokens: int = 0
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One part of a request's critical path, or one item's way through its encode worker."""
+
+    name: str  # fetch, plan, encode_queue, encode, embed_transfer, prefill_queue, prefill, kv_transfer, decode_queue
+    start_s: float  # since the request's arrival
+    duration_s: float
+    detail: str = ""  # worker, or worker and item
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Where one request's time went. `critical_path` sums to `ttft_s` but for the hops between processes."""
+
+    ttft_s: float
+    e2e_s: float
+    critical_path: list[Span]
+    items: list[Span]  # every item's own spans, overlapping the critical path
+    after_first_token: list[Span]  # kv_transfer and decode_queue where decode runs on another worker
+
+
+class TextDelta(msgspec.Struct, frozen=True):
+    """Text that became final, and how many tokens have been produced up to here. The text may be empty."""
+
+    text: str
+    num_output_tokens: int
+    token_ids: list[int] = []  # the tokens that arrived with it
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """The end of a request that was answered; every other end is an exception."""
+
+    finish_reason: FinishReason
+    stop_reason: str | int | None  # the stop string or stop token id
+    usage: Usage
+    timing: Timing
+
+
+Event = TextDelta | Finished

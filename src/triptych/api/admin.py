@@ -1,0 +1,68 @@
+"""What workers ask of the router over HTTP: register, heartbeat, leave. Called by `worker.py` in every worker process.
+
+Only loopback peers are heard: whoever may register a worker may read every prompt.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from triptych.api.body import json_response, read_body
+from triptych.api.openai import ErrorBody, ErrorDetail, convert, decode_object
+from triptych.api.seam import RegistryLike
+from triptych.errors import ConfigError, NotFoundError
+from triptych.types import Heartbeat, WorkerInfo
+
+MAX_ADMIN_BYTES = 1 << 20
+
+
+class Leaving(msgspec.Struct, frozen=True):
+    name: str
+    epoch: str
+
+
+async def _body(request: Request) -> bytes:
+    if not is_loopback(request):
+        raise NotFoundError("Not found.")  # what a peer that may not ask sees
+    return await read_body(request, MAX_ADMIN_BYTES)
+
+
+def is_loopback(request: Request) -> bool:
+    if request.client is None:
+        return True  # a unix socket
+    try:
+        return ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
+
+
+def routes(registry: RegistryLike) -> list[Route]:
+    async def register(request: Request) -> Response:
+        info = convert(decode_object(await _body(request)), WorkerInfo)
+        try:
+            registry.register(info)
+        except ConfigError as error:
+            return json_response(ErrorBody(ErrorDetail(error.message, "ConflictError", error.param, 409)), 409)
+        return json_response({"registered": info.address.name})
+
+    async def heartbeat(request: Request) -> Response:
+        beat = convert(decode_object(await _body(request)), Heartbeat)
+        if not registry.heartbeat(beat):
+            raise NotFoundError(f"Worker {beat.name} is not registered with this epoch.", param="name")
+        return json_response({"ok": True})
+
+    async def leave(request: Request) -> Response:
+        leaving = convert(decode_object(await _body(request)), Leaving)
+        registry.leave(leaving.name, leaving.epoch)
+        return json_response({"ok": True})
+
+    return [
+        Route("/workers/register", register, methods=["POST"]),
+        Route("/workers/heartbeat", heartbeat, methods=["POST"]),
+        Route("/workers/leave", leave, methods=["POST"]),
+    ]

@@ -1,0 +1,122 @@
+"""Chat messages: from OpenAI's and vLLM's many forms of content to the one form that the chat template reads.
+
+Called by `api/openai.py` in the router process. Images are taken out in the order in which they stand; an image part
+that stays behind is `{"type": "image"}`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from triptych.errors import BadRequestError, MalformedRequestError, UnsupportedFieldError
+from triptych.types import ImageInput
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+IMAGE_PARTS = ("image_url", "input_image")
+UNSUPPORTED_PARTS = (
+    "video_url", "input_video", "audio_url", "input_audio", "image_embeds", "audio_embeds", "video_embeds",
+    "prompt_embeds", "image_pil", "thinking", "tool_reference", "file", "input_file",
+)  # fmt: skip
+
+Part = str | dict[str, Any]
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One message of a request's `messages`. Fields that are not named here are ignored."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+def read_messages(messages: list[ChatMessage]) -> tuple[list[dict[str, object]], list[ImageInput]]:
+    """The messages as the chat template takes them, and their images in order."""
+    if not messages:
+        raise BadRequestError("`messages` must not be empty.", param="messages")
+    images: list[ImageInput] = []
+    return [_message(message, f"messages.{k}", images) for k, message in enumerate(messages)], images
+
+
+def _message(message: ChatMessage, at: str, images: list[ImageInput]) -> dict[str, object]:
+    if message.role not in ROLES:
+        raise BadRequestError(f"`{at}.role` must be one of {', '.join(ROLES)}.", param=f"{at}.role")
+    role = "system" if message.role == "developer" else message.role  # templates drop roles that they do not know
+    content: object
+    if isinstance(message.content, list):
+        content = [_part(part, f"{at}.content.{k}", images) for k, part in enumerate(message.content)]
+    elif message.content is None and role != "assistant":
+        raise MalformedRequestError(f"`{at}.content` is missing.", param=f"body.{at}.content")
+    else:
+        content = message.content or ""
+    out: dict[str, object] = {"role": role, "content": content}
+    if message.tool_calls:
+        out["tool_calls"] = [_tool_call(call, f"{at}.tool_calls.{k}") for k, call in enumerate(message.tool_calls)]
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if value := getattr(message, name):
+            out[name] = value
+    return out
+
+
+def _tool_call(call: dict[str, Any], at: str) -> dict[str, object]:
+    """A call that the model made in an earlier turn; templates want its arguments as an object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise MalformedRequestError(f"`{at}.function` must be an object with a `name`.", param=f"body.{at}.function")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, RecursionError) as error:
+            param = f"{at}.function.arguments"
+            raise BadRequestError(f"`{param}` is not JSON.", param=param) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _part(part: Part, at: str, images: list[ImageInput]) -> dict[str, object]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = _kind(part, at)
+    if kind in TEXT_PARTS:
+        return {"type": "text", "text": _string(part, "refusal" if kind == "refusal" else "text", at)}
+    if kind in IMAGE_PARTS:
+        images.append(_image(part, at))
+        return {"type": "image"}
+    if kind in UNSUPPORTED_PARTS:
+        raise UnsupportedFieldError(f"Content parts of type `{kind}` are not implemented.", param=at)
+    raise BadRequestError(f"Unknown content part type: {kind[:40]!r}.", param=at)
+
+
+def _kind(part: dict[str, Any], at: str) -> str:
+    """The part's `type`, or what its fields imply where it has none."""
+    kind = part.get("type")
+    if kind is None:
+        kind = next((name for name in ("text", *IMAGE_PARTS, *UNSUPPORTED_PARTS) if name in part), None)
+    if not isinstance(kind, str):
+        raise MalformedRequestError(f"`{at}.type` is missing.", param=f"body.{at}.type")
+    return kind
+
+
+def _image(part: dict[str, Any], at: str) -> ImageInput:
+    """`image_url` as an object with `url` or as a string; `detail` is ignored."""
+    uuid = part.get("uuid") or ""
+    if not isinstance(uuid, str):
+        raise MalformedRequestError(f"`{at}.uuid` must be a string.", param=f"body.{at}.uuid")
+    image_url = part.get("image_url")
+    if image_url is None and uuid:
+        raise UnsupportedFieldError("An image `uuid` without a URL is not implemented.", param=f"{at}.image_url")
+    if isinstance(image_url, dict):
+        return ImageInput(_string(image_url, "url", f"{at}.image_url"), uuid)
+    return ImageInput(_string(part, "image_url", at), uuid)
+
+
+def _string(part: dict[str, Any], field: str, at: str) -> str:
+    value = part.get(field)
+    if not isinstance(value, str):
+        raise MalformedRequestError(f"`{at}.{field}` must be a string.", param=f"body.{at}.{field}")
+    return value

@@ -1,0 +1,56 @@
+"""What the API needs of the router, as protocols: the router is handed in, and tests hand in a small fake.
+
+Runs in the router process. `router.router.Router` satisfies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from triptych.observe.metrics import WorkerView
+from triptych.types import Event, Heartbeat, Request, WorkerInfo
+
+
+class RegistryLike(Protocol):
+    def register(self, info: WorkerInfo) -> None:
+        """Raises ConfigError when the worker is unlike those that serve already."""
+        ...
+
+    def heartbeat(self, beat: Heartbeat) -> bool:
+        """False: unknown here, register again."""
+        ...
+
+    def leave(self, name: str, epoch: str) -> None: ...
+
+    def lost(self, name: str) -> None:
+        """The launcher saw the process die."""
+        ...
+
+    def workers(self) -> Sequence[WorkerView]: ...
+
+
+class RouterLike(Protocol):
+    @property
+    def registry(self) -> RegistryLike: ...
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    def handle(self, request: Request) -> AsyncIterator[Event]:
+        """`TextDelta`s, then one `Finished`, or a TriptychError. Closing or cancelling it cancels the request."""
+        ...
+
+    def ready(self) -> bool:
+        """Every stage has a live worker."""
+        ...
+
+    async def health(self) -> dict[str, str]:
+        """Probes every worker with real work: "" or what is wrong, by worker name."""
+        ...

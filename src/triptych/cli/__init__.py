@@ -1,0 +1,1 @@
+"""The command line: file name = subcommand. Nothing here imports torch."""

@@ -1,0 +1,120 @@
+"""What one step computes, as plain data and as packed rows: decode rows first, then chunks of prompts.
+
+The engine makes `SequenceChunk`s, `engine/runner.py` packs them. numpy only: the engine and its simulator need no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+Ints = NDArray[np.int64]
+
+
+class EmbeddingSlice(NamedTuple):
+    """Embeddings that replace tokens of a chunk."""
+
+    offset: int  # of the first row, in tokens from the start of the chunk
+    rows: torch.Tensor  # [k, hidden * (1 + deepstack layers)]
+
+
+class SequenceChunk(NamedTuple):
+    """The tokens of one sequence that a step computes: one when it decodes, several of a prompt."""
+
+    token_ids: list[int]
+    first_position: int  # tokens of the sequence whose KV is computed already
+    positions: Ints  # rotary, [3, len(token_ids)]
+    block_table: list[int]  # KV blocks of the sequence, with room for these tokens
+    embeddings: list[EmbeddingSlice]
+    sample: bool  # whether the last token's logits are wanted
+
+
+class SequenceRows(NamedTuple):
+    """A sequence's place among the packed rows."""
+
+    first_row: int
+    num_rows: int
+    num_context: int  # tokens before these rows, whose KV is in `blocks`
+    blocks: Ints  # those that hold the context and these rows, no more
+
+    @property
+    def end_row(self) -> int:
+        return self.first_row + self.num_rows
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """T packed rows."""
+
+    token_ids: Ints  # [T]
+    positions: Ints  # [3, T]
+    slots: Ints  # [T], block * block_size + offset: where each row's KV is written
+    sequences: list[SequenceRows]
+    embeddings: list[EmbeddingSlice]  # offsets are rows, ascending
+    sample_rows: Ints  # [chunks that sample], in the order of the chunks
+
+    @classmethod
+    def pack(cls, chunks: Sequence[SequenceChunk], block_size: int) -> StepBatch:
+        """Raises ValueError for a chunk that contradicts itself."""
+        if not chunks:
+            raise ValueError("a step needs a chunk")
+        order = sorted(range(len(chunks)), key=lambda i: len(chunks[i].token_ids) > 1)  # stable
+        sequences, slots, last_rows, row = [], [], {}, 0
+        embeddings: list[EmbeddingSlice] = []
+        for index in order:
+            chunk = chunks[index]
+            _check(chunk, block_size)
+            sequence = _rows(chunk, row, block_size)
+            sequences.append(sequence)
+            slots.append(_slots(sequence, block_size))
+            embeddings += [EmbeddingSlice(row + offset, rows) for offset, rows in sorted(chunk.embeddings, key=_offset)]
+            row = sequence.end_row
+            last_rows[index] = row - 1
+        packed = [chunks[index] for index in order]
+        return cls(
+            token_ids=np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in packed]),
+            positions=np.concatenate([chunk.positions for chunk in packed], axis=1),
+            slots=np.concatenate(slots),
+            sequences=sequences,
+            embeddings=embeddings,
+            sample_rows=np.array([last_rows[i] for i, c in enumerate(chunks) if c.sample], dtype=np.int64),
+        )
+
+
+def _offset(embedding: EmbeddingSlice) -> int:
+    return embedding.offset
+
+
+def _check(chunk: SequenceChunk, block_size: int) -> None:
+    num_tokens = len(chunk.token_ids)
+    if num_tokens == 0:
+        raise ValueError("a chunk needs a token")
+    if chunk.positions.shape != (3, num_tokens):
+        raise ValueError(f"positions of shape {chunk.positions.shape} for {num_tokens} tokens")
+    if len(chunk.block_table) * block_size < chunk.first_position + num_tokens:
+        raise ValueError(
+            f"{len(chunk.block_table)} blocks of {block_size} for {chunk.first_position + num_tokens} tokens"
+        )
+    for offset, rows in chunk.embeddings:
+        if offset < 0 or offset + len(rows) > num_tokens:
+            raise ValueError(f"{len(rows)} embedding rows at {offset} in a chunk of {num_tokens} tokens")
+
+
+def _rows(chunk: SequenceChunk, row: int, block_size: int) -> SequenceRows:
+    num_rows, num_context = len(chunk.token_ids), chunk.first_position
+    num_blocks = -(-(num_context + num_rows) // block_size)
+    blocks = np.asarray(chunk.block_table[:num_blocks], dtype=np.int64)
+    return SequenceRows(row, num_rows, num_context, blocks)
+
+
+def _slots(sequence: SequenceRows, block_size: int) -> Ints:
+    indices = np.arange(sequence.num_context, sequence.num_context + sequence.num_rows)
+    slots: Ints = sequence.blocks[indices // block_size] * block_size + indices % block_size
+    return slots

@@ -1,0 +1,140 @@
+"""One request as an engine sees it: its tokens, how far they are computed, its KV blocks, and its status.
+
+Mutable, owned by one engine, changed only by the scheduler and the engine of the same worker.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.engine.kv_blocks import BlockHash, hash_block, root_hash
+from triptych.messages import PrefillTiming
+from triptych.types import FinishReason, PromptItem, SamplingParams
+
+
+class RequestKey(NamedTuple):
+    """One attempt at one request."""
+
+    request_id: str
+    attempt: int
+
+
+class Status(StrEnum):
+    WAITING = "waiting"  # holds no block
+    WAITING_FOR_EMBEDDINGS = "waiting_for_embeddings"  # the next token is a placeholder whose embedding is not here
+    WAITING_FOR_KV = "waiting_for_kv"  # holds its blocks; another worker fills them
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # lost its blocks, waits to be computed again
+    FINISHED = "finished"
+
+
+class PositionTable:
+    """Rotary positions of a request: from the family's rule for the prompt, index + delta for what follows."""
+
+    def __init__(self, prompt_positions: NDArray[np.int64], delta: int) -> None:
+        self._prompt = prompt_positions  # [axes, num_prompt_tokens]
+        self._delta = delta
+
+    def slice(self, start: int, end: int) -> NDArray[np.int64]:
+        """Positions of tokens `start` to `end`: [axes, end - start]."""
+        axes, num_prompt_tokens = self._prompt.shape
+        if end <= num_prompt_tokens:
+            return self._prompt[:, start:end]
+        tail = np.arange(max(start, num_prompt_tokens), end, dtype=np.int64) + self._delta
+        tail = np.broadcast_to(tail, (axes, len(tail)))
+        return tail if start >= num_prompt_tokens else np.concatenate([self._prompt[:, start:], tail], axis=1)
+
+
+class RequestState:
+    """Status and progress of one request. All counts are in tokens unless named otherwise."""
+
+    def __init__(
+        self,
+        key: RequestKey,
+        token_ids: list[int],
+        num_prompt_tokens: int,
+        items: list[PromptItem],
+        sampling: SamplingParams,
+        positions: PositionTable,
+        *,
+        cache_salt: str,
+        block_size: int,
+        now: float,
+        decode_elsewhere: bool = False,
+        kv_from_elsewhere: bool = False,
+    ) -> None:
+        self.key = key
+        self.token_ids = token_ids  # prompt, then output
+        self.num_prompt_tokens = num_prompt_tokens
+        self.items = items
+        self.sampling = sampling
+        self.positions = positions
+        self.decode_elsewhere = decode_elsewhere
+        self.kv_from_elsewhere = kv_from_elsewhere
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_token_id: int | None = None
+        self.block_table: list[int] = []
+        self.num_committed_blocks = 0
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.demanded: set[str] = set()  # mm_hashes asked for and not yet here
+        self._block_size = block_size
+        self._root = root_hash(cache_salt)
+        self._hashes: list[BlockHash] = []
+        self._times_s = {Status.WAITING: 0.0, Status.WAITING_FOR_EMBEDDINGS: 0.0, Status.RUNNING: 0.0}
+        self._marked_s = now
+        self._blocking_item = ""
+        self._timed = kv_from_elsewhere  # then the prefill worker reports the time to the first token
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the token that was sampled last is left to compute."""
+        return self.num_tokens_to_compute == 1 and self.num_output_tokens > 0
+
+    def block_hashes(self) -> list[BlockHash]:
+        """Hashes of the full blocks of all tokens so far."""
+        size = self._block_size
+        while (len(self._hashes) + 1) * size <= len(self.token_ids):
+            start = len(self._hashes) * size
+            parent = self._hashes[-1] if self._hashes else self._root
+            self._hashes.append(hash_block(parent, self.token_ids[start : start + size], start, self.items))
+        return self._hashes
+
+    def uncovered_items(self, num_covered_tokens: int) -> list[PromptItem]:
+        """Items of which some placeholder token lies beyond the first `num_covered_tokens`."""
+        return [item for item in self.items if item.placeholder.end > num_covered_tokens]
+
+    def set_status(self, status: Status, now: float, blocking_item: str = "") -> None:
+        """Change the status; the time since the last change counts for the old one."""
+        bucket = self.status if self.status in self._times_s else Status.WAITING
+        self._times_s[bucket] += now - self._marked_s
+        self._marked_s = now
+        self.status = status
+        if blocking_item:
+            self._blocking_item = blocking_item
+
+    def first_token_timing(self, now: float) -> PrefillTiming | None:
+        """Where the time from submit to the first token went; None for every later token."""
+        if self._timed:
+            return None
+        self._timed = True
+        self.set_status(self.status, now)
+        return PrefillTiming(
+            queue_s=self._times_s[Status.WAITING],
+            embed_wait_s=self._times_s[Status.WAITING_FOR_EMBEDDINGS],
+            prefill_s=self._times_s[Status.RUNNING],
+            blocking_item=self._blocking_item,
+        )

@@ -1,0 +1,117 @@
+"""Executes a step of the engine in torch: packs it, runs the language model over the paged KV, returns logits.
+
+Runs in prefill and decode workers, called by `engine/engine.py` on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from triptych.engine.attention import NAME, StepAttention, register_attention
+from triptych.engine.batch import EmbeddingSlice, SequenceChunk, StepBatch
+from triptych.errors import EngineError
+from triptych.models.family import Part
+from triptych.models.language import LanguageModel
+from triptych.models.registry import ModelSpec
+from triptych.models.swaps import swap_linears, swap_rms_norms
+from triptych.models.weights import Progress, load_part, resolve_device, torch_dtype
+from triptych.types import WeightsReport
+
+SCRATCH_BLOCK = 0  # KV block that no sequence owns
+
+
+class ModelRunner:
+    """Runs `language`, which lies on `device`.
+
+    `kv` [num_blocks, layers, 2, KV heads, block_size, head_dim] is on that device and in the dtype of the spec; it may
+    be memory that others read, and is written only at the slots of the chunks of a step.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: torch.device,
+        kv: torch.Tensor,
+        language: LanguageModel,
+        report: WeightsReport,
+    ) -> None:
+        block_size = kv.shape[4]
+        if kv.shape[1:] != spec.kv_block_shape(block_size) or kv.dtype != torch_dtype(spec) or not kv.is_contiguous():
+            raise ValueError(f"KV of shape {tuple(kv.shape)} and {kv.dtype} does not fit the model")
+        self.report = report
+        self.embeds_dtype = torch_dtype(spec)
+        self.embeds_width = spec.embed_width
+        self._device = device
+        self._kv = kv
+        self._block_size = block_size
+        self._language = language
+        self._hidden = spec.family.text.hidden
+        self._vocab = spec.family.text.vocab
+        self._num_deepstack = spec.family.vision.num_deepstack
+
+    @classmethod
+    def load(
+        cls,
+        spec: ModelSpec,
+        kv: torch.Tensor,
+        *,
+        device: torch.device | None = None,
+        pack_linears: bool = False,
+        progress: Progress | None = None,
+    ) -> ModelRunner:
+        """Reads the language part alone. `pack_linears` copies the weights into a layout that decodes faster on a CPU.
+
+        Raises ConfigError if the checkpoint does not fit.
+        """
+        device = device or resolve_device(spec.device)
+        register_attention()
+        module, report = load_part(spec, Part.LANGUAGE, device, attention=NAME, progress=progress)
+        language = cast(LanguageModel, module)
+        swap_rms_norms(language)
+        if pack_linears and device.type == "cpu":
+            language.untie_head()
+            swap_linears(language)
+        return cls(spec, device, kv, language, report)
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+        """Writes the KV of all chunks; logits float32 [chunks that sample, vocabulary], in the order of the chunks."""
+        batch = StepBatch.pack(chunks, self._block_size)
+        embeds = self._language.embed(self._tensor(batch.token_ids))
+        deepstack = self._merge(embeds, batch.embeddings)
+        step = StepAttention(self._kv, batch)
+        hidden = self._language(embeds, self._tensor(batch.positions), step=step, **deepstack)
+        if not len(batch.sample_rows):
+            return torch.empty((0, self._vocab), device=self._device)
+        return self._language.logits(hidden[self._tensor(batch.sample_rows)])
+
+    def _tensor(self, array: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _merge(self, embeds: torch.Tensor, slices: Sequence[EmbeddingSlice]) -> dict[str, Any]:
+        """Put embeddings in the place of their placeholders' rows; returns what deepstack adds to later layers."""
+        if not slices:
+            return {}
+        mask = torch.zeros(len(embeds), dtype=torch.bool)
+        columns: list[torch.Tensor] = []
+        for row, rows in slices:
+            if rows.shape[1] != self.embeds_width or rows.dtype != self.embeds_dtype:
+                raise ValueError(f"embedding of width {rows.shape[1]} and {rows.dtype} does not fit the model")
+            rows = rows.to(self._device)
+            embeds[row : row + len(rows)] = rows[:, : self._hidden]
+            mask[row : row + len(rows)] = True
+            columns.append(rows[:, self._hidden :])
+        if not self._num_deepstack:
+            return {}
+        layers = torch.cat(columns).split(self._hidden, dim=1)
+        return {"visual_pos_masks": mask.to(self._device)[None], "deepstack_visual_embeds": list(layers)}
+
+    def probe(self) -> None:
+        """A forward of one token in the scratch block. Raises EngineError if it is not finite."""
+        chunk = SequenceChunk([0], 0, np.zeros((3, 1), dtype=np.int64), [SCRATCH_BLOCK], [], sample=True)
+        if not bool(self.forward([chunk]).isfinite().all()):
+            raise EngineError("the language model returned logits that are not finite")

@@ -1,0 +1,174 @@
+"""Draws the next token of each row: greedy rows by argmax, the others by one uniform number and their own filters.
+
+Pure function of logits, parameters and the token's index, so a request draws the same tokens in any batch, on any
+worker, at any attempt. Called by `engine/engine.py` after each step. Never sorts the vocabulary in the common path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from triptych.types import SamplingParams
+
+MAX_CANDIDATES = 1024  # most tokens that are sorted, unless a row's top_k or top_p asks for more
+
+_CANDIDATE_SIZES = (64, 256, MAX_CANDIDATES)  # a row's own parameters choose one: the batch must not
+_BLOCK = 256  # tokens of one block of the inverse CDF
+_BELOW_ONE = 1.0 - 2.0**-52
+_MASK64 = (1 << 64) - 1
+
+
+def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64]:
+    """One number in [0, 1) for each seed and token index: two rounds of splitmix64 (Steele, Lea and Flood, 2014)."""
+    state = np.array([seed & _MASK64 for seed in seeds], dtype=np.uint64)
+    state = _splitmix64(state) ^ np.array(indices, dtype=np.uint64)
+    numbers: NDArray[np.float64] = (_splitmix64(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
+
+
+def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = state + np.uint64(0x9E3779B97F4A7C15)  # wraps
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@torch.inference_mode()
+def sample(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    num_output_tokens: Sequence[int],
+    eos_token_ids: Collection[int] = (),
+) -> list[int]:
+    """One token id a row of `logits` [rows, vocabulary] float32, which is left as it is.
+
+    Filters apply in vLLM's order: min_tokens, temperature, min_p, top_k, top_p. `num_output_tokens` counts the tokens
+    that each request has produced so far.
+    """
+    logits = _without_early_end(logits, params, num_output_tokens, eos_token_ids)
+    tokens = logits.argmax(-1).tolist()
+    drawing = [i for i, p in enumerate(params) if p.temperature > 0]
+    if not drawing:
+        return tokens
+    numbers = uniforms([params[i].seed for i in drawing], [num_output_tokens[i] for i in drawing])
+    groups: dict[int, list[int]] = {}
+    for place, i in enumerate(drawing):
+        groups.setdefault(_num_candidates(params[i], logits.shape[1]), []).append(place)
+    for num_candidates, places in groups.items():
+        rows = [drawing[place] for place in places]
+        drawn = _draw(logits[rows], [params[i] for i in rows], numbers[places], num_candidates)
+        for i, token in zip(rows, drawn, strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _without_early_end(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    num_output_tokens: Sequence[int],
+    eos_token_ids: Collection[int],
+) -> torch.Tensor:
+    early = [i for i, p in enumerate(params) if num_output_tokens[i] < p.min_tokens]
+    if not early:
+        return logits
+    logits = logits.clone()
+    for i in early:
+        ends = {*eos_token_ids, *params[i].stop_token_ids}
+        logits[i, [token for token in ends if 0 <= token < logits.shape[1]]] = -torch.inf
+    return logits
+
+
+def _num_candidates(params: SamplingParams, vocab: int) -> int:
+    """How many of the likeliest tokens a row looks at; 0: all of them, unsorted; `vocab`: all, sorted."""
+    if params.top_k <= 0 and params.top_p >= 1:
+        return 0
+    if params.top_k <= 0:
+        return min(MAX_CANDIDATES, vocab)
+    return min(next((size for size in _CANDIDATE_SIZES if size >= params.top_k), vocab), vocab)
+
+
+def _draw(
+    logits: torch.Tensor, params: Sequence[SamplingParams], numbers: NDArray[np.float64], num_candidates: int
+) -> list[int]:
+    """Rows that all look at `num_candidates` tokens."""
+    temperatures = torch.tensor([p.temperature for p in params], device=logits.device)
+    weights = _weights(logits, temperatures, params)
+    uniform = torch.from_numpy(numbers).to(logits.device)
+    if num_candidates == 0:
+        return _draw_of_all(weights, uniform)
+    values, tokens = _likeliest(weights, num_candidates)
+    kept, enough = _filtered(values, weights, params, num_candidates)
+    drawn = tokens.gather(1, _inverse_cdf(kept, uniform)[:, None])[:, 0].tolist()
+    for i in (~enough).nonzero()[:, 0].tolist():  # a flat distribution: its top_p is not within the candidates
+        drawn[i] = _draw(logits[i : i + 1], params[i : i + 1], numbers[i : i + 1], logits.shape[1])[0]
+    return drawn
+
+
+def _weights(logits: torch.Tensor, temperatures: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """exp(logit / temperature), 1 for the likeliest token, 0 below min_p of it."""
+    top = logits.amax(-1, keepdim=True)
+    weights = (logits - top).div_(temperatures[:, None]).exp_()
+    if any(p.min_p > 0 for p in params):
+        least = torch.tensor([p.min_p for p in params], device=logits.device)
+        weights.masked_fill_(weights < least[:, None], 0.0)
+    return weights
+
+
+def _likeliest(weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and tokens in descending order, equal weights by token id."""
+    values, tokens = weights.topk(count, dim=-1)
+    tokens, order = tokens.sort(dim=-1)
+    values, descending = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return values, tokens.gather(1, descending)
+
+
+def _filtered(
+    values: torch.Tensor, weights: torch.Tensor, params: Sequence[SamplingParams], num_candidates: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Descending `values` in float64 with what top_k and top_p rule out set to 0, and whether that is all there is.
+
+    A row without top_k measures top_p against the whole vocabulary; if the candidates hold less, it is not enough.
+    """
+    vocab = weights.shape[1]
+    device = values.device
+    top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab for p in params], device=device)[:, None]
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[:, None]
+    kept = values.double()
+    kept.masked_fill_(torch.arange(num_candidates, device=device) >= top_k, 0.0)
+    cumulative = kept.cumsum(-1)
+    of_all = weights.sum(-1, dtype=torch.float64)[:, None]
+    total = torch.where(top_k < vocab, cumulative[:, -1:], of_all)
+    wanted = top_p * total
+    enough = (cumulative[:, -1:] >= wanted)[:, 0] | (top_k < vocab)[:, 0] | (num_candidates >= vocab)
+    beyond = cumulative - kept >= wanted  # the tokens before it hold the mass already
+    beyond[:, 0] = False
+    return kept.masked_fill_(beyond & (top_p < 1), 0.0), enough
+
+
+def _draw_of_all(weights: torch.Tensor, uniform: torch.Tensor) -> list[int]:
+    """By the whole vocabulary in the order of its ids: first a block, then a token in it."""
+    blocks = torch.nn.functional.pad(weights, (0, -weights.shape[1] % _BLOCK)).view(len(weights), -1, _BLOCK)
+    sums = blocks.sum(-1).double()
+    cumulative = sums.cumsum(-1)
+    target = uniform * cumulative[:, -1]
+    block = _search(cumulative, target)
+    before = (cumulative - sums).gather(1, block[:, None])[:, 0]
+    chosen = blocks[torch.arange(len(blocks), device=blocks.device), block].double()
+    inner = _search(chosen.cumsum(-1), (target - before).clamp_min(0))
+    tokens: list[int] = (block * _BLOCK + inner).tolist()
+    return tokens
+
+
+def _inverse_cdf(values: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    cumulative = values.cumsum(-1)
+    return _search(cumulative, uniform * cumulative[:, -1])
+
+
+def _search(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """First place of each row whose sum is above the target: its own value is above 0."""
+    target = torch.minimum(target, cumulative[:, -1] * _BELOW_ONE)
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]

@@ -1,0 +1,228 @@
+"""Who computes how many tokens in the next step: continuous batching of decode and chunked prefill in one budget.
+
+Pure Python, no torch: the same class runs in a worker, in property tests and in the simulator. One step is one call of
+`schedule`; the engine executes it and calls `advance` for each chunk.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from triptych.clock import Clock
+from triptych.config import EngineConfig
+from triptych.engine.kv_blocks import KVBlockPool
+from triptych.engine.request_state import RequestKey, RequestState, Status
+from triptych.types import FinishReason
+
+
+class ScheduledChunk(NamedTuple):
+    """The next `num_tokens` tokens of one request; `samples` when they reach its last token."""
+
+    request: RequestState
+    num_tokens: int
+    samples: bool
+
+
+class ScheduledStep(NamedTuple):
+    chunks: list[ScheduledChunk]  # decode rows first
+    admitted_for_kv: list[RequestState]  # got their blocks now and wait for another worker to fill them
+
+
+class Scheduler:
+    """Holds every live request of one engine, in order of arrival, and hands out KV blocks.
+
+    `has_embedding` tells whether an item's embedding is here; `demand(request, num_computed_tokens)` is called when a
+    request cannot go on without items that nobody was asked for (it was preempted, or a prefix was evicted).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: KVBlockPool,
+        clock: Clock,
+        has_embedding: Callable[[str], bool],
+        demand: Callable[[RequestState, int], None],
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._clock = clock
+        self._has_embedding = has_embedding
+        self._demand = demand
+        self._waiting: OrderedDict[RequestKey, RequestState] = OrderedDict()
+        self._running: OrderedDict[RequestKey, RequestState] = OrderedDict()  # all that hold blocks
+        self.num_preemptions = 0
+        self.num_prefix_queries_tokens = 0
+        self.num_prefix_hit_tokens = 0
+
+    @property
+    def waiting(self) -> Iterable[RequestState]:
+        return self._waiting.values()
+
+    @property
+    def running(self) -> Iterable[RequestState]:
+        return self._running.values()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def add(self, request: RequestState) -> None:
+        self._waiting[request.key] = request
+
+    def get(self, key: RequestKey) -> RequestState | None:
+        return self._running.get(key) or self._waiting.get(key)
+
+    def num_cached_tokens(self, request: RequestState) -> int:
+        """Tokens that the prefix cache covers now; the last token is always computed, because it is sampled from."""
+        return len(self._cached_blocks(request)) * self._config.block_size
+
+    def _cached_blocks(self, request: RequestState) -> list[int]:
+        hashes = request.block_hashes()
+        most = (len(request.token_ids) - 1) // self._config.block_size
+        return self._pool.find_prefix(hashes[:most])
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep:
+        """Decode rows first, then prefill in order of arrival, then admission, within the budget of tokens."""
+        budget = self._config.max_num_batched_tokens
+        chunks: dict[RequestKey, ScheduledChunk] = {}
+        preempted_before = self.num_preemptions
+        decoding = [request for request in self._running.values() if request.is_decoding]
+        prefilling = [request for request in self._running.values() if not request.is_decoding]
+        for request in decoding + prefilling:
+            if budget == 0:
+                break
+            if request.key in self._running and request.status is not Status.WAITING_FOR_KV:
+                budget -= self._plan_chunk(request, budget, chunks)
+        admitted: list[RequestState] = []
+        if self.num_preemptions == preempted_before:
+            self._admit(budget, chunks, admitted)
+        return ScheduledStep(list(chunks.values()), admitted)
+
+    def _plan_chunk(self, request: RequestState, budget: int, chunks: dict[RequestKey, ScheduledChunk]) -> int:
+        """Plan the request's next chunk if it can go on; the number of tokens it takes."""
+        num_tokens = min(self._num_ready_tokens(request, request.num_computed_tokens), budget)
+        if num_tokens == 0 or not self._make_room(request, request.num_computed_tokens + num_tokens, chunks):
+            return 0
+        request.set_status(Status.RUNNING, self._clock.now())
+        samples = num_tokens == request.num_tokens_to_compute
+        chunks[request.key] = ScheduledChunk(request, num_tokens, samples)
+        return num_tokens
+
+    def _num_ready_tokens(self, request: RequestState, num_computed_tokens: int) -> int:
+        """Tokens up to the first placeholder whose embedding is missing; 0 sets WAITING_FOR_EMBEDDINGS."""
+        for item in request.uncovered_items(num_computed_tokens):
+            if not self._has_embedding(item.mm_hash):
+                if item.mm_hash not in request.demanded:
+                    self._demand(request, num_computed_tokens)
+                ready = max(item.placeholder.offset - num_computed_tokens, 0)
+                if ready == 0 and request.status is not Status.WAITING_FOR_EMBEDDINGS:
+                    request.set_status(Status.WAITING_FOR_EMBEDDINGS, self._clock.now(), item.mm_hash)
+                return ready
+        return len(request.token_ids) - num_computed_tokens
+
+    def _admit(self, budget: int, chunks: dict[RequestKey, ScheduledChunk], admitted: list[RequestState]) -> None:
+        """Give blocks to waiting requests, first come first served; one that lacks embeddings holds up nobody."""
+        for request in list(self._waiting.values()):
+            if len(self._running) >= self._config.max_num_seqs:
+                return
+            if request.kv_from_elsewhere:
+                if not self._take_blocks(request, len(request.token_ids)):
+                    return
+                request.set_status(Status.WAITING_FOR_KV, self._clock.now())
+                admitted.append(request)
+                continue
+            if budget == 0:
+                return
+            num_cached = self.num_cached_tokens(request)
+            num_tokens = min(self._num_ready_tokens(request, num_cached), budget)
+            if num_tokens == 0:
+                continue
+            if not self._take_blocks(request, num_cached + num_tokens):
+                return
+            budget -= self._plan_chunk(request, budget, chunks)
+
+    def _take_blocks(self, request: RequestState, num_tokens: int) -> bool:
+        """Move a waiting request to the running ones with blocks for its first `num_tokens` tokens."""
+        cached = self._cached_blocks(request)
+        num_new = self._num_blocks(num_tokens) - len(cached)
+        if num_new > self._pool.num_free_without(cached):
+            return False
+        self._pool.acquire(cached)
+        request.block_table = cached + self._pool.allocate(num_new)
+        request.num_committed_blocks = len(cached)
+        request.num_computed_tokens = len(cached) * self._config.block_size
+        if request.status is not Status.PREEMPTED:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.num_prefix_queries_tokens += len(request.token_ids)
+            self.num_prefix_hit_tokens += request.num_computed_tokens
+        del self._waiting[request.key]
+        self._running[request.key] = request
+        return True
+
+    def _make_room(self, request: RequestState, num_tokens: int, chunks: dict[RequestKey, ScheduledChunk]) -> bool:
+        """Allocate the blocks that are missing for `num_tokens`, preempting later arrivals if it must be."""
+        num_new = self._num_blocks(num_tokens) - len(request.block_table)
+        while num_new > self._pool.num_free:
+            victim = next((r for r in reversed(self._running.values()) if r.status is not Status.WAITING_FOR_KV), None)
+            if victim is None or (victim is request and len(self._running) == 1):
+                return False  # blocks are leased to other workers: wait until they are released
+            self._preempt(victim)
+            chunks.pop(victim.key, None)
+            if victim is request:
+                return False
+        if num_new > 0:
+            request.block_table += self._pool.allocate(num_new)
+        return True
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._config.block_size)
+
+    def _preempt(self, request: RequestState) -> None:
+        """Take the request's blocks; it is computed again, from its embeddings and all its tokens so far."""
+        self._free_blocks(request)
+        request.num_computed_tokens = 0
+        request.kv_from_elsewhere = False
+        request.set_status(Status.PREEMPTED, self._clock.now())
+        del self._running[request.key]
+        self._waiting[request.key] = request
+        self._waiting.move_to_end(request.key, last=False)
+        self.num_preemptions += 1
+
+    # -- after the step ------------------------------------------------------------------------------------------------
+
+    def advance(self, request: RequestState, num_tokens: int) -> None:
+        """`num_tokens` more tokens of the request have their KV; full blocks become findable."""
+        request.num_computed_tokens += num_tokens
+        hashes = request.block_hashes()
+        for index in range(request.num_committed_blocks, request.num_computed_tokens // self._config.block_size):
+            self._pool.commit(request.block_table[index], hashes[index])
+            request.num_committed_blocks = index + 1
+
+    def kv_arrived(self, request: RequestState, num_tokens: int) -> None:
+        """Another worker's KV covers the first `num_tokens` tokens."""
+        self.advance(request, num_tokens - request.num_computed_tokens)
+
+    def finish(self, request: RequestState, reason: FinishReason | None) -> None:
+        """Free everything that the request holds. `reason` None: it goes on elsewhere."""
+        self._free_blocks(request)
+        request.finish_reason = reason
+        request.set_status(Status.FINISHED, self._clock.now())
+        self._running.pop(request.key, None)
+        self._waiting.pop(request.key, None)
+
+    def _free_blocks(self, request: RequestState) -> None:
+        self._pool.release(request.block_table)
+        request.block_table = []
+        request.num_committed_blocks = 0
+
+    def check(self) -> None:
+        """Raise AssertionError unless statuses and blocks agree."""
+        for request in self._waiting.values():
+            assert not request.block_table, f"{request.key} waits and holds blocks"
+        for request in self._running.values():
+            covered = len(request.block_table) * self._config.block_size
+            assert request.num_computed_tokens <= covered, f"{request.key} computed more than its blocks hold"
+        self._pool.check()

@@ -1,0 +1,53 @@
+"""Probes: every worker does a small piece of real work in each of its stages, now and then and for `/health`.
+
+A worker that fails a probe is suspect and gets no new work until a later probe succeeds: a circuit breaker whose trial
+requests are nobody's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from triptych.config import RouterConfig
+from triptych.messages import Probe, Probed
+from triptych.router.client import RouterMailbox
+from triptych.router.registry import RegisteredWorker, Registry
+
+
+class Probes:
+    def __init__(self, registry: Registry, mailbox: RouterMailbox, config: RouterConfig) -> None:
+        self._registry = registry
+        self._mailbox = mailbox
+        self._config = config
+        self._ids = itertools.count(1)
+        self._open: dict[int, asyncio.Future[str]] = {}
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.probe_s)
+            await self.probe_all()
+
+    async def probe_all(self) -> dict[str, str]:
+        """Probe all workers at once: "" or what is wrong, by name."""
+        workers = self._registry.workers()
+        answers = await asyncio.gather(*(self._probe(worker) for worker in workers))
+        return {worker.name: answer for worker, answer in zip(workers, answers, strict=True)}
+
+    async def _probe(self, worker: RegisteredWorker) -> str:
+        probe_id = next(self._ids)
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._open[probe_id] = answer
+        self._mailbox.send(worker.address, Probe(probe_id))
+        try:
+            worker.suspect = await asyncio.wait_for(answer, self._config.probe_timeout_s)
+        except TimeoutError:
+            worker.suspect = f"no answer to a probe within {self._config.probe_timeout_s} s"
+        finally:
+            del self._open[probe_id]
+        return worker.suspect
+
+    def answered(self, sender: str, message: Probed) -> None:
+        answer = self._open.get(message.probe_id)
+        if answer is not None and not answer.done():
+            answer.set_result(message.error)

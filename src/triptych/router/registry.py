@@ -1,0 +1,118 @@
+"""The workers that the router may plan with: registered, heard of lately, alike, and not suspect or leaving.
+
+Fed by `api/admin.py` (registration and heartbeats) and by the router's probes; read by the planner.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from triptych.clock import Clock
+from triptych.errors import ConfigError
+from triptych.types import Heartbeat, Load, Stage, WorkerAddress, WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+
+class RegisteredWorker:
+    """One life of a worker as the router knows it. The planner adds and takes back what it has in flight there."""
+
+    def __init__(self, info: WorkerInfo, now: float) -> None:
+        self.info = info
+        self.load = Load()
+        self.counters: dict[str, float] = {}
+        self.heard_s = now
+        self.draining = False
+        self.suspect = ""  # why the last probe failed
+        self.num_inflight_embeds = 0
+        self.num_inflight_requests = 0
+
+    @property
+    def address(self) -> WorkerAddress:
+        return self.info.address
+
+    @property
+    def name(self) -> str:
+        return self.info.address.name
+
+    @property
+    def state(self) -> str:
+        if self.draining:
+            return "draining"
+        return "suspect" if self.suspect else "live"
+
+
+class Registry:
+    """`on_lost` is told of every life that ended, once, whatever ended it."""
+
+    def __init__(
+        self,
+        version_hash: str,
+        heartbeat_ttl_s: float,
+        clock: Clock,
+        on_lost: Callable[[WorkerAddress], None],
+        on_joined: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._version_hash = version_hash
+        self._heartbeat_ttl_s = heartbeat_ttl_s
+        self._clock = clock
+        self._on_lost = on_lost
+        self._on_joined = on_joined
+        self._workers: dict[str, RegisteredWorker] = {}
+
+    def register(self, info: WorkerInfo) -> None:
+        """Raises ConfigError for a worker that embeddings and KV must not be exchanged with."""
+        if info.version_hash != self._version_hash:
+            raise ConfigError(
+                f"worker {info.address.name} has version hash {info.version_hash}, this deployment "
+                f"{self._version_hash}: model, weights, dtype, block size or protocol differ"
+            )
+        known = self._workers.get(info.address.name)
+        if known is not None and known.address.epoch != info.address.epoch:
+            self._lose(known, "it was restarted")
+        if info.address.name not in self._workers:
+            self._workers[info.address.name] = RegisteredWorker(info, self._clock.now())
+            logger.info("worker=%s epoch=%s joined: %s", info.address.name, info.address.epoch, ", ".join(info.stages))
+            self._on_joined()
+
+    def heartbeat(self, beat: Heartbeat) -> bool:
+        """False when this life of the worker is unknown: it must register (again)."""
+        worker = self.find(beat.name, beat.epoch)
+        if worker is None:
+            return False
+        worker.heard_s, worker.load, worker.counters = self._clock.now(), beat.load, beat.counters
+        return True
+
+    def leave(self, name: str, epoch: str) -> None:
+        worker = self.find(name, epoch)
+        if worker is not None:
+            self._lose(worker, "it left")
+
+    def sweep(self) -> None:
+        """Lose the workers that have been silent for too long."""
+        for worker in list(self._workers.values()):
+            if self._clock.now() - worker.heard_s > self._heartbeat_ttl_s:
+                self._lose(worker, f"silent for {self._heartbeat_ttl_s} s")
+
+    def lost(self, name: str) -> None:
+        """The launcher saw the process die."""
+        worker = self._workers.get(name)
+        if worker is not None:
+            self._lose(worker, "its process died")
+
+    def _lose(self, worker: RegisteredWorker, reason: str) -> None:
+        del self._workers[worker.name]
+        logger.warning("worker=%s epoch=%s lost: %s", worker.name, worker.address.epoch, reason)
+        self._on_lost(worker.address)
+
+    def find(self, name: str, epoch: str) -> RegisteredWorker | None:
+        worker = self._workers.get(name)
+        return worker if worker is not None and worker.address.epoch == epoch else None
+
+    def workers(self) -> list[RegisteredWorker]:
+        return list(self._workers.values())
+
+    def live(self, stage: Stage) -> list[RegisteredWorker]:
+        """Workers that may get new work of this stage."""
+        return [w for w in self._workers.values() if stage in w.info.stages and w.state == "live"]

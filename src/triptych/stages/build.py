@@ -1,0 +1,148 @@
+"""From configuration to loaded stages: what a worker does once, at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from triptych.clock import Clock
+from triptych.config import Config
+from triptych.engine.engine import Engine, Runner
+from triptych.engine.kv_blocks import KVBlockPool
+from triptych.engine.request_state import RequestState
+from triptych.engine.runner import ModelRunner
+from triptych.engine.sampler import sample
+from triptych.errors import ConfigError
+from triptych.handoff.embedding import EmbeddingPool
+from triptych.handoff.kv import KVLayout, KVMemory, KVProducer
+from triptych.handoff.leases import Leases
+from triptych.media.decode import decode_image
+from triptych.messages import EmbeddingsNeeded
+from triptych.models.registry import ModelSpec
+from triptych.models.vision import VisionRunner
+from triptych.models.weights import Progress, resolve_device, torch_dtype
+from triptych.stages.base import Mail
+from triptych.stages.decode import DecodeStage
+from triptych.stages.encode import EncodeStage, VisionTower
+from triptych.stages.language import LanguageStage
+from triptych.stages.prefill import PrefillStage
+from triptych.stages.preprocess import Preprocessor, ToPatches
+from triptych.stages.requests import RequestFactory
+from triptych.transport.base import Transport
+from triptych.types import Stage, WeightsReport, WorkerAddress
+
+LEAST_EMBED_POOL_BYTES = 32 << 20  # room for what is published and not yet fetched, whatever the cache keeps
+STAGING_BYTES = 64 << 20  # for KV blocks of a device that other workers cannot map
+
+
+@dataclass(frozen=True)
+class WorkerParts:
+    """What every stage of one worker shares, made by the worker before its stages."""
+
+    config: Config
+    spec: ModelSpec
+    transport: Transport
+    leases: Leases
+    address: WorkerAddress
+    mail: Mail
+    clock: Clock
+
+    @property
+    def max_model_len(self) -> int:
+        """What the model allows and the KV blocks hold, in tokens."""
+        blocks = num_kv_blocks(self.config, self.spec) - 1  # one is scratch
+        return min(self.spec.max_model_len, blocks * self.config.engine.block_size)
+
+
+def num_kv_blocks(config: Config, spec: ModelSpec) -> int:
+    """Raises ConfigError when that is not even one block beside the scratch block."""
+    engine = config.engine
+    blocks = engine.num_kv_blocks or engine.kv_bytes // spec.kv_block_bytes(engine.block_size)
+    if blocks < 2:
+        raise ConfigError(
+            f"kv_bytes={engine.kv_bytes} hold {blocks} KV blocks; two is the least", param="engine.kv_bytes"
+        )
+    return blocks
+
+
+def pool_bytes(config: Config, spec: ModelSpec, stages: Sequence[Stage]) -> int:
+    """Memory to register at start: finished embeddings, and the KV blocks where they lie in host memory."""
+    total = 0
+    if Stage.ENCODE in stages:
+        total += max(config.encode.cache_bytes, LEAST_EMBED_POOL_BYTES)
+    if Stage.PREFILL in stages or Stage.DECODE in stages:
+        if resolve_device(spec.device).type == "cpu":
+            total += num_kv_blocks(config, spec) * spec.kv_block_bytes(config.engine.block_size)
+        else:
+            total += STAGING_BYTES
+    return total + (1 << 20)  # alignment
+
+
+def to_patches(spec: ModelSpec, background: str) -> ToPatches:
+    return lambda item: spec.family.preprocess(decode_image(item.content, background), item.metadata)
+
+
+def load_encode(
+    parts: WorkerParts, preprocessor: Preprocessor, progress: Progress
+) -> tuple[EncodeStage, WeightsReport]:
+    tower = VisionRunner.load(parts.spec, progress=progress)
+    return build_encode(parts, preprocessor, tower), tower.report
+
+
+def build_encode(parts: WorkerParts, preprocessor: Preprocessor, tower: VisionTower) -> EncodeStage:
+    return EncodeStage(
+        tower,
+        preprocessor,
+        EmbeddingPool(parts.transport, parts.leases, parts.address),
+        parts.mail,
+        parts.clock,
+        max_encode_embeds=parts.config.encode.max_encode_embeds,
+        cache_bytes=parts.config.encode.cache_bytes,
+    )
+
+
+def kv_memory(parts: WorkerParts) -> KVMemory:
+    text = parts.spec.family.text
+    block_size = parts.config.engine.block_size
+    blocks = num_kv_blocks(parts.config, parts.spec)
+    layout = KVLayout(blocks, text.num_layers, text.num_kv_heads, block_size, text.head_dim, torch_dtype(parts.spec))
+    return KVMemory(parts.transport, layout, resolve_device(parts.spec.device))
+
+
+def load_language(
+    parts: WorkerParts, stages: Sequence[Stage], progress: Progress
+) -> tuple[LanguageStage, WeightsReport]:
+    memory = kv_memory(parts)
+    # Packed weights are private copies and only pay for few rows a step, which is what decode has.
+    runner = ModelRunner.load(parts.spec, memory.tensor, pack_linears=Stage.DECODE in stages, progress=progress)
+    return build_language(parts, stages, memory, runner, runner.probe), runner.report
+
+
+def build_language(
+    parts: WorkerParts, stages: Sequence[Stage], memory: KVMemory, runner: Runner, probe: Callable[[], None]
+) -> LanguageStage:
+    config, text = parts.config, parts.spec.family.text
+    pool = KVBlockPool(memory.layout.num_blocks, config.engine.prefix_caching)
+
+    def demand(request: RequestState, mm_hashes: list[str]) -> None:
+        parts.mail.to_router(EmbeddingsNeeded(*request.key, mm_hashes=mm_hashes))
+
+    engine = Engine(
+        config.engine,
+        runner,
+        partial(sample, eos_token_ids=text.eos_token_ids),
+        pool,
+        text.eos_token_ids,
+        parts.max_model_len,
+        parts.clock,
+        demand,
+    )
+    requests = RequestFactory(parts.spec.family.positions, config.engine.block_size, parts.max_model_len, parts.clock)
+    prefill = decode = None
+    if Stage.PREFILL in stages:
+        kv = KVProducer(memory, parts.leases, parts.address)
+        prefill = PrefillStage(engine, requests, kv, parts.mail, parts.clock, config.handoff.lease_ttl_s)
+    if Stage.DECODE in stages:
+        decode = DecodeStage(engine, requests, memory, parts.address, parts.mail, parts.clock)
+    return LanguageStage(engine, prefill, decode, parts.transport, parts.mail, parts.clock, probe)

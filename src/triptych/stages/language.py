@@ -1,0 +1,194 @@
+"""What prefill and decode share: one engine, the embeddings that it receives, the tokens that it sends.
+
+A worker that hosts prefill, decode or both has one `LanguageStage`; the two halves that talk to other workers are
+`prefill.py` and `decode.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from triptych.clock import Clock
+from triptych.engine.engine import Engine, Sampled
+from triptych.engine.request_state import RequestKey
+from triptych.errors import TransferError
+from triptych.handoff.embedding import fetch_embedding
+from triptych.messages import (
+    AttemptFailed,
+    Cancel,
+    Decode,
+    EmbeddingPublished,
+    FetchKV,
+    ItemHeld,
+    KVPublished,
+    KVRefused,
+    LeaseReleased,
+    Prefill,
+    Refusal,
+    Refused,
+    StepOutput,
+    TokenOutput,
+)
+from triptych.stages.base import Mail, Routes
+from triptych.stages.decode import DecodeStage
+from triptych.stages.prefill import PrefillStage
+from triptych.transport.base import Transport
+from triptych.types import FinishReason, Load
+
+logger = logging.getLogger(__name__)
+
+
+class LanguageStage:
+    """`prefill` or `decode` is None when the worker does not host it; its messages are refused."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prefill: PrefillStage | None,
+        decode: DecodeStage | None,
+        transport: Transport,
+        mail: Mail,
+        clock: Clock,
+        probe: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._prefill = prefill
+        self._decode = decode
+        self._transport = transport
+        self._mail = mail
+        self._clock = clock
+        self._probe = probe
+        self.counters: dict[str, float] = dict.fromkeys(
+            ("engine_steps_total", "engine_step_time_seconds_total", "prompt_tokens_computed_total",
+             "embed_transfer_items_total", "embed_transfer_bytes_total", "embed_transfer_time_seconds_total",
+             "embed_transfer_failures_total"), 0.0
+        )  # fmt: skip
+
+    def routes(self) -> Routes:
+        routes: dict[type, Callable[..., None]] = {
+            EmbeddingPublished: self.embedding_published,
+            Cancel: self.cancel,
+            Prefill: self._prefill.accept if self._prefill else self._refuse,
+            Decode: self._decode.accept if self._decode else self._refuse,
+        }
+        if self._prefill:
+            routes[FetchKV] = self._prefill.fetch_kv
+        if self._decode:
+            routes[KVPublished] = self._decode.kv_published
+            routes[KVRefused] = self._decode.kv_refused
+        return routes
+
+    def _refuse(self, message: Prefill | Decode) -> None:
+        reason = f"this worker does not host {type(message).__name__.lower()}"
+        self._mail.to_router(Refused(message.request_id, message.attempt, Refusal.STAGE_NOT_HOSTED, reason))
+
+    # -- embeddings ----------------------------------------------------------------------------------------------------
+
+    def embedding_published(self, message: EmbeddingPublished) -> None:
+        """Copy the embedding into this worker's own memory and release the producer's lease at once."""
+        key, started_s = RequestKey(message.request_id, message.attempt), self._clock.now()
+        try:
+            if self._engine.wants_embedding(message.mm_hash):
+                self._engine.add_embedding(message.mm_hash, fetch_embedding(self._transport, message.handle))
+                self.counters["embed_transfer_items_total"] += 1
+                self.counters["embed_transfer_bytes_total"] += message.handle.range.num_bytes
+        except (TransferError, ValueError) as error:
+            logger.warning("request_id=%s item=%s embedding lost: %s", key.request_id, message.mm_hash[:12], error)
+            self.counters["embed_transfer_failures_total"] += 1
+            self._engine.forget_demand(key, message.mm_hash)
+        else:
+            duration_s = self._clock.now() - started_s
+            self.counters["embed_transfer_time_seconds_total"] += duration_s
+            self._mail.to_router(ItemHeld(*key, mm_hash=message.mm_hash, transfer_s=duration_s))
+        self._mail.to_worker(message.handle.owner, LeaseReleased(message.handle.lease_id))
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One engine step; KV and tokens leave as soon as it is done."""
+        started_s = self._clock.now()
+        try:
+            result = self._engine.step()
+        except RuntimeError as error:  # torch's errors, out of memory among them
+            self._fail_step(error)
+            return True
+        if result.advanced:
+            self.counters["engine_steps_total"] += 1
+            self.counters["engine_step_time_seconds_total"] += self._clock.now() - started_s
+        outputs = [self._output(sampled) for sampled in result.sampled]
+        if outputs:
+            self._mail.to_router(StepOutput(outputs))
+        if self._prefill:
+            self._prefill.after_step(result)
+        if self._decode:
+            self._decode.after_step(result)
+        for request, _, finish_reason in result.sampled:
+            if finish_reason is not None or request.decode_elsewhere:
+                self._engine.end(request, finish_reason)
+        return result.did_work
+
+    def _output(self, sampled: Sampled) -> TokenOutput:
+        request, token_id, finish_reason = sampled
+        now = self._clock.now()
+        return TokenOutput(
+            *request.key,
+            token_ids=[token_id],
+            finish_reason=finish_reason,
+            stop_token_id=request.stop_token_id,
+            prefill=request.first_token_timing(now),
+            decode=self._decode.timing_of_first_token(request.key, now) if self._decode else None,
+        )
+
+    def _fail_step(self, error: RuntimeError) -> None:
+        """A step that raised ends every request that was in it; the worker goes on with the others."""
+        logger.exception("an engine step failed")
+        for request in list(self._engine.scheduler.running):
+            self._engine.end(request, FinishReason.ERROR)
+            self._drop(request.key)
+            self._mail.to_router(AttemptFailed(*request.key, message=f"the engine failed: {error}", retryable=False))
+
+    def cancel(self, message: Cancel) -> None:
+        key = RequestKey(message.request_id, message.attempt)
+        self._engine.cancel(key)
+        self._drop(key)
+
+    def _drop(self, key: RequestKey) -> None:
+        if self._prefill:
+            self._prefill.drop(key)
+        if self._decode:
+            self._decode.drop(key)
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        if self._prefill:
+            self._prefill.tick()
+        scheduler = self._engine.scheduler
+        self.counters["num_preemptions_total"] = float(scheduler.num_preemptions)
+        self.counters["prefix_cache_queries_total"] = float(scheduler.num_prefix_queries_tokens)
+        self.counters["prefix_cache_hits_total"] = float(scheduler.num_prefix_hit_tokens)
+        self.counters["kv_cache_evictions_total"] = float(self._engine.pool.num_evictions)
+        for half in (self._prefill, self._decode):
+            if half:
+                self.counters.update(half.counters)
+
+    def probe(self) -> None:
+        self._probe()
+
+    def num_live(self) -> int:
+        return len(self._engine.scheduler) + (self._prefill.num_live() if self._prefill else 0)
+
+    def load(self) -> Load:
+        scheduler, pool = self._engine.scheduler, self._engine.pool
+        waiting, running = list(scheduler.waiting), list(scheduler.running)
+        return Load(
+            num_waiting=len(waiting),
+            num_running=len(running),
+            num_waiting_tokens=sum(r.num_tokens_to_compute for r in [*waiting, *running] if not r.kv_from_elsewhere),
+            num_free_blocks=pool.num_free,
+            num_total_blocks=pool.num_blocks,
+        )
+
+    def check(self) -> None:
+        self._engine.check()

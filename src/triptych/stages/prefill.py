@@ -1,0 +1,121 @@
+"""The prefill stage: takes prompts, and hands their KV to decode workers chunk by chunk.
+
+It answers a `Prefill` with the embeddings that it lacks. When decode runs elsewhere, KV of finished blocks goes out
+while later chunks run, and the first token, which it samples itself, goes with the last block.
+"""
+
+from __future__ import annotations
+
+from triptych.clock import Clock
+from triptych.engine.engine import Engine, StepResult
+from triptych.engine.request_state import RequestKey, RequestState
+from triptych.handoff.kv import KVProducer
+from triptych.messages import Accepted, FetchKV, KVPublished, KVRefused, Prefill, Refusal, Refused
+from triptych.stages.base import Mail
+from triptych.stages.requests import RequestFactory
+from triptych.types import WorkerAddress
+
+
+class _Export:
+    """The KV of one request on its way to a decode worker."""
+
+    def __init__(self, request: RequestState) -> None:
+        self.request = request
+        self.consumer: WorkerAddress | None = None
+        self.num_published_blocks = 0
+        self.held_blocks: list[int] = []  # referenced here after the engine let the request go
+        self.first_token_id: int | None = None
+        self.held_since_s = 0.0
+
+
+class PrefillStage:
+    def __init__(
+        self, engine: Engine, requests: RequestFactory, kv: KVProducer, mail: Mail, clock: Clock, ttl_s: float
+    ) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._kv = kv
+        self._mail = mail
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._exports: dict[RequestKey, _Export] = {}
+        self.counters: dict[str, float] = {"kv_transfer_blocks_sent_total": 0.0, "kv_transfer_bytes_sent_total": 0.0}
+
+    def accept(self, message: Prefill) -> None:
+        refusal = self._requests.refuse(message)
+        if refusal is not None:
+            self._mail.to_router(Refused(message.request_id, message.attempt, Refusal.TOO_LONG, refusal))
+            return
+        request = self._requests.build(message, decode_elsewhere=message.decode_elsewhere)
+        num_cached_tokens, needed = self._engine.submit(request)
+        if message.decode_elsewhere:
+            self._exports[request.key] = _Export(request)
+        self._mail.to_router(Accepted(message.request_id, message.attempt, num_cached_tokens, needed))
+
+    def fetch_kv(self, message: FetchKV) -> None:
+        """A decode worker has room for the request: publish what is there, and from now on what follows."""
+        export = self._exports.get(RequestKey(message.request_id, message.attempt))
+        if export is None:
+            reason = "the prefill worker holds no KV of this request"
+            self._mail.to_worker(message.consumer, KVRefused(message.request_id, message.attempt, reason))
+            return
+        export.consumer = message.consumer
+        export.num_published_blocks = message.first_block
+        self._publish(export)
+
+    def after_step(self, result: StepResult) -> None:
+        """Publish the blocks that this step filled; let go of requests that go on elsewhere."""
+        for request, token_id, finish_reason in result.sampled:
+            export = self._exports.get(request.key)
+            if export is None:
+                continue
+            if finish_reason is None:
+                export.held_blocks = list(request.block_table)
+                export.held_since_s = self._clock.now()
+                export.first_token_id = token_id
+                self._engine.pool.acquire(export.held_blocks)
+            else:
+                del self._exports[request.key]
+        for request in result.advanced:
+            if request.key in self._exports:
+                self._publish(self._exports[request.key])
+
+    def _publish(self, export: _Export) -> None:
+        """Lease what is computed and not yet published. The last message carries the first token."""
+        if export.consumer is None:
+            return
+        request, block_size = export.request, self._requests.block_size
+        is_last = export.first_token_id is not None
+        num_tokens = request.num_computed_tokens
+        num_blocks = -(-num_tokens // block_size) if is_last else num_tokens // block_size
+        first = export.num_published_blocks
+        blocks = (export.held_blocks or request.block_table)[first:num_blocks]
+        if not blocks and not is_last:
+            return
+        pool = self._engine.pool
+        pool.acquire(blocks)
+        handle = self._kv.publish(blocks, first, export.consumer, request.key, lambda: pool.release(blocks))
+        export.num_published_blocks = max(first, num_blocks)
+        covered = num_tokens if is_last else num_blocks * block_size
+        self.counters["kv_transfer_blocks_sent_total"] += len(blocks)
+        self.counters["kv_transfer_bytes_sent_total"] += sum(r.num_bytes for r in handle.blocks)
+        message = KVPublished(*request.key, handle=handle, num_tokens=covered, first_token_id=export.first_token_id)
+        self._mail.to_worker(export.consumer, message)
+        if is_last:
+            self.drop(request.key)
+
+    def drop(self, key: RequestKey) -> None:
+        """Forget the hand-off of a request; blocks that are leased stay until their leases end."""
+        export = self._exports.pop(key, None)
+        if export is not None:
+            self._engine.pool.release(export.held_blocks)
+
+    def tick(self) -> None:
+        """Free KV that no decode worker came for."""
+        now = self._clock.now()
+        for key, export in list(self._exports.items()):
+            if export.held_blocks and now - export.held_since_s > self._ttl_s:
+                self.drop(key)
+
+    def num_live(self) -> int:
+        return len(self._exports)

@@ -1,0 +1,202 @@
+"""The worker processes as children of the router process: started, watched, started again, stopped.
+
+Used by `launch.Deployment` inside the event loop. `worker_main` is what runs in each child. Children are forked by
+multiprocessing's fork server, which has imported torch already, so that a worker (again) starts in a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+
+from triptych.config import Config, WorkerConfig
+from triptych.errors import TriptychError
+from triptych.observe import logging as log_lines
+
+logger = logging.getLogger(__name__)
+
+RunWorker = Callable[[Config, WorkerConfig], None]
+
+PRELOAD = ("torch", "transformers", "triptych.worker")
+ORPHAN_DRAIN_S = 2.0  # for an orphan to free what it shares, before it is forced
+ORPHAN_FORCE_S = 3.0
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    max_deaths: int = 5
+    window_s: float = 60.0
+    first_delay_s: float = 0.1
+    max_delay_s: float = 5.0
+
+    def delay_s(self, num_deaths: int) -> float:
+        """Before the start that follows the `num_deaths`-th death within the window."""
+        return min(self.first_delay_s * 2 ** (num_deaths - 1), self.max_delay_s)
+
+
+@dataclass
+class Child:
+    """One worker over all its lives."""
+
+    config: WorkerConfig
+    process: ForkServerProcess | None = None  # of the life that runs
+    deaths_s: list[float] = field(default_factory=list)  # within the policy's window, on the monotonic clock
+
+
+class Supervisor:
+    """`on_death` hears of every life that ended unasked; `failed` is set with a message when a worker is given up."""
+
+    def __init__(
+        self,
+        config: Config,
+        target: RunWorker | None,
+        *,
+        policy: RestartPolicy,
+        preload: Sequence[str],
+        on_death: Callable[[str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._target = target
+        self._policy = policy
+        self._on_death = on_death
+        self._say = say
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preload))
+        self._children: dict[str, Child] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
+        self.num_deaths = 0
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def start(self, workers: Sequence[WorkerConfig]) -> None:
+        for worker in workers:
+            child = self._children[worker.name] = Child(worker)
+            self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep-{worker.name}"))
+
+    def pid(self, name: str) -> int | None:
+        process = self._children[name].process
+        return process.pid if process is not None and process.is_alive() else None
+
+    def kill(self, name: str) -> None:
+        """kill -9 of the life that runs, for tests of recovery."""
+        process = self._children[name].process
+        if process is not None:
+            process.kill()
+
+    def kill_all(self) -> None:
+        self._stopping.set()
+        for name in self._children:
+            self.kill(name)
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM to all, and SIGKILL to those that still live after `grace_s`. Returns when all are gone."""
+        self._stopping.set()
+        for child in self._children.values():
+            if child.process is not None:
+                child.process.terminate()
+        if not self._tasks:
+            return
+        _, late = await asyncio.wait(self._tasks, timeout=grace_s)
+        if late:
+            self._say("workers that did not leave in time are killed")
+            self.kill_all()
+        await asyncio.gather(*self._tasks)
+
+    async def _keep(self, child: Child) -> None:
+        """One life after the other, until stopping or given up."""
+        while not self._stopping.is_set():
+            code = await self._live(child)
+            if self._stopping.is_set():
+                return
+            self.num_deaths += 1
+            self._on_death(child.config.name)
+            delay_s = self._next_delay_s(child, code)
+            if delay_s is None:
+                return
+            try:
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+            except TimeoutError:
+                continue
+
+    async def _live(self, child: Child) -> int | None:
+        """Start the process, wait for its end, give its exit code."""
+        process = self._context.Process(
+            target=worker_main, args=(self._target, self._config, child.config), name=child.config.name
+        )
+        await asyncio.to_thread(process.start)  # the first one waits for the fork server's imports
+        child.process = process
+        if self._stopping.is_set():
+            process.terminate()
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(process.sentinel, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(process.sentinel)
+        process.join()
+        code = process.exitcode
+        child.process = None
+        process.close()
+        return code
+
+    def _next_delay_s(self, child: Child, code: int | None) -> float | None:
+        """Seconds until the next start; None when the worker died too often."""
+        now = time.monotonic()
+        child.deaths_s = [at for at in child.deaths_s if now - at < self._policy.window_s] + [now]
+        count = len(child.deaths_s)
+        how = f"{child.config.name} ended with {_describe(code)}"
+        if count >= self._policy.max_deaths:
+            message = f"{how}, {count} times within {self._policy.window_s:.0f} s: given up; its reason is logged above"
+            if not self.failed.done():
+                self.failed.set_result(message)
+            return None
+        delay_s = self._policy.delay_s(count)
+        self._say(f"{how} (death {count}), starting it again in {delay_s:.1f} s")
+        return delay_s
+
+
+def _describe(code: int | None) -> str:
+    if code is not None and code < 0:
+        return signal.Signals(-code).name
+    return f"exit code {code}"
+
+
+def worker_main(target: RunWorker | None, config: Config, worker: WorkerConfig) -> None:
+    """The child's entry. Without a target it is `triptych.worker.run`, imported here: the parent has no torch."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    log_lines.set_up(config.api.log_level)
+    threading.Thread(target=_follow_parent, name="follow-parent", daemon=True).start()
+    if target is None:
+        from triptych.worker import run
+
+        target = run
+    try:
+        target(config, worker)
+    except TriptychError as error:
+        logger.error("worker %s: %s", worker.name, error.message)
+        sys.exit(1)
+
+
+def _follow_parent() -> None:
+    """Leave when the parent is gone, however it went: SIGTERM to ourselves, a second one, then the hard way."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    multiprocessing.connection.wait([parent.sentinel])
+    logger.warning("the parent process is gone, leaving")
+    for wait_s in (ORPHAN_DRAIN_S, ORPHAN_FORCE_S):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(wait_s)
+    os._exit(1)

@@ -1,0 +1,255 @@
+"""One worker process: hosts any subset of the stages around one compute thread, and keeps the router informed.
+
+The loop is `Worker.run`: receive, step every stage, send. A second thread registers and heartbeats over HTTP, so that
+a long forward does not make a healthy worker look lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, Protocol, cast
+
+import msgspec
+import torch
+
+from triptych import messages
+from triptych.clock import MonotonicClock
+from triptych.config import Config, WorkerConfig
+from triptych.errors import TriptychError
+from triptych.handoff.leases import Leases
+from triptych.heartbeat import Heart
+from triptych.messages import Drain, Envelope, LeaseReleased, PeerLost, Probe, Probed
+from triptych.models.family import Part
+from triptych.models.registry import open_model
+from triptych.stages.base import Mail, Stage
+from triptych.stages.build import WorkerParts, load_encode, load_language, pool_bytes, to_patches
+from triptych.stages.encode import EncodeStage
+from triptych.stages.language import LanguageStage
+from triptych.stages.preprocess import ThreadedPreprocessor
+from triptych.transport.base import Transport
+from triptych.transport.mailbox import Mailbox, router_endpoint, worker_endpoint
+from triptych.transport.select import select_transport
+from triptych.types import Heartbeat, Load, WeightsReport, WorkerAddress, WorkerInfo
+from triptych.types import Stage as StageName
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+IDLE_WAIT_S = 0.05
+
+
+class Inbox(Mail, Protocol):
+    """`transport.mailbox.Mailbox`, or its in-memory twin in `testing`."""
+
+    def receive(self, timeout_s: float) -> list[Envelope]: ...
+
+
+class StageSet(NamedTuple):
+    """The hosted stages; None for what this worker does not host."""
+
+    encode: EncodeStage | None
+    language: LanguageStage | None
+
+    @property
+    def hosted(self) -> list[Stage]:
+        return [stage for stage in self if stage is not None]
+
+    def load(self, num_leases: int) -> Load:
+        load = self.language.load() if self.language else Load()
+        if self.encode:
+            load = msgspec.structs.replace(
+                load,
+                num_waiting_embeds=self.encode.num_waiting_embeds(),
+                cached_embeds=self.encode.num_cached_embeds(),
+            )
+        return msgspec.structs.replace(load, num_leases=num_leases)
+
+
+class Worker:
+    """The compute thread's side of a worker. `load` and `counters` are replaced whole, for the heartbeat's thread."""
+
+    def __init__(self, stages: StageSet, mailbox: Inbox, transport: Transport, leases: Leases) -> None:
+        self.stages = stages
+        self.load = Load()
+        self.counters: dict[str, float] = {}
+        self._mailbox = mailbox
+        self._transport = transport
+        self._leases = leases
+        self._routes = merge_routes(stages.hosted)
+        self._draining = False
+        self._next_tick_s = 0.0
+
+    def run(self) -> None:
+        """Until told to drain, and then until no request is left."""
+        busy = False
+        while not (self._draining and self.num_live() == 0):
+            busy = self.turn(0.0 if busy else IDLE_WAIT_S)
+
+    def turn(self, timeout_s: float) -> bool:
+        """Receive, step every stage once; whether any of them had work. What leaves was sent by the stages."""
+        for envelope in self._mailbox.receive(timeout_s):
+            self._dispatch(envelope)
+        worked = [stage.step() for stage in self.stages.hosted]
+        self._tick()
+        return any(worked)
+
+    def _dispatch(self, envelope: Envelope) -> None:
+        body = envelope.body
+        if envelope.version != messages.PROTOCOL_VERSION:
+            logger.warning("message of protocol %d from %s dropped", envelope.version, envelope.sender)
+        elif isinstance(body, LeaseReleased):
+            self._leases.release(body.lease_id)
+        elif isinstance(body, PeerLost):
+            self._leases.drop_consumer(body.epoch)
+            self._transport.forget(body.epoch)
+        elif isinstance(body, Probe):
+            self._mailbox.to_router(Probed(body.probe_id, self._probe()))
+        elif isinstance(body, Drain):
+            self._draining = True
+        else:
+            for receive in self._routes.get(type(body), ()):
+                receive(body)
+
+    def _probe(self) -> str:
+        """The first stage that cannot do real work says why."""
+        try:
+            for stage in self.stages.hosted:
+                stage.probe()
+        except (TriptychError, RuntimeError) as error:
+            return str(error) or type(error).__name__
+        return ""
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now < self._next_tick_s:
+            return
+        self._next_tick_s = now + TICK_S
+        self._leases.expire()
+        counters: dict[str, float] = {"leases_expired_total": float(self._leases.num_expired)}
+        for stage in self.stages.hosted:
+            stage.tick()
+            counters.update(stage.counters)
+        self.counters = counters
+        self.load = self.stages.load(len(self._leases))
+
+    def num_live(self) -> int:
+        """Requests and leases that this worker is still needed for."""
+        return sum(stage.num_live() for stage in self.stages.hosted) + len(self._leases)
+
+    def heartbeat(self, address: WorkerAddress) -> Callable[[], Heartbeat]:
+        """What the heartbeat's thread calls."""
+        return lambda: Heartbeat(address.name, address.epoch, self.load, self.counters)
+
+    def on_signals(self) -> None:
+        """SIGTERM: leave when the running requests are done; a second one: at once."""
+
+        def terminate(signum: int, frame: FrameType | None) -> None:
+            if self._draining:
+                os._exit(1)
+            self._draining = True
+
+        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher decides
+
+
+def merge_routes(stages: list[Stage]) -> dict[type, list[Callable[[Any], None]]]:
+    """One message may concern several stages: `Cancel` does."""
+    routes: defaultdict[type, list[Callable[[Any], None]]] = defaultdict(list)
+    for stage in stages:
+        for kind, receive in stage.routes().items():
+            routes[kind].append(receive)
+    return dict(routes)
+
+
+def run(config: Config, worker: WorkerConfig) -> None:
+    """Load the stages, register, serve until drained. SIGTERM drains, a second one forces."""
+    if worker.cores:
+        os.sched_setaffinity(0, worker.cores)
+    torch.set_num_threads(worker.num_threads)
+    spec = open_model(config.model.path, config.model, needed_parts(worker.stages))
+    epoch, clock = secrets.token_hex(8), MonotonicClock()
+    size = pool_bytes(config, spec, worker.stages)
+    transport = select_transport(config.handoff, worker.stages, size, worker.name, epoch, worker.runtime_dir)
+    endpoint = worker_endpoint(worker.runtime_dir, worker.name, epoch)
+    address = WorkerAddress(worker.name, epoch, endpoint, transport.pool_path)
+    mailbox = Mailbox(address, router_endpoint(worker.runtime_dir))
+    leases = Leases(clock, config.handoff.lease_ttl_s)
+    try:
+        parts = WorkerParts(config, spec, transport, leases, address, mailbox, clock)
+        stages, weights = load_stages(parts, worker)
+        loop = Worker(stages, mailbox, transport, leases)
+        loop.on_signals()
+        info = worker_info(parts, worker, weights)
+        with Heart(worker.router_url, info, loop.heartbeat(address), config.router.heartbeat_s):
+            loop.run()
+        if stages.encode:
+            stages.encode.close()
+    finally:
+        mailbox.close()
+        transport.close()
+
+
+def needed_parts(stages: Sequence[StageName]) -> list[Part]:
+    language = StageName.PREFILL in stages or StageName.DECODE in stages
+    return ([Part.VISION] if StageName.ENCODE in stages else []) + ([Part.LANGUAGE] if language else [])
+
+
+def load_stages(parts: WorkerParts, worker: WorkerConfig) -> tuple[StageSet, WeightsReport]:
+    """Load what the hosted stages need of the weights, and nothing else."""
+    encode = language = None
+    reports = []
+    if StageName.ENCODE in worker.stages:
+        patches = to_patches(parts.spec, parts.config.media.background)
+        wake = cast(Mailbox, parts.mail).wake
+        preprocessor = ThreadedPreprocessor(patches, parts.config.encode.preprocess_threads, wake)
+        encode, report = load_encode(parts, preprocessor, _log_progress("vision"))
+        reports.append(report)
+    if StageName.PREFILL in worker.stages or StageName.DECODE in worker.stages:
+        language, report = load_language(parts, worker.stages, _log_progress("language"))
+        reports.append(report)
+    weights = WeightsReport(
+        shards_read=min(sum(r.shards_read for r in reports), reports[0].shards_total),
+        shards_total=reports[0].shards_total,
+        bytes_read=sum(r.bytes_read for r in reports),
+        bytes_total=reports[0].bytes_total,
+        load_s=sum(r.load_s for r in reports),
+    )
+    logger.info(
+        "stages=%s shards=%d/%d bytes=%d/%d load_s=%.2f", ",".join(worker.stages), weights.shards_read,
+        weights.shards_total, weights.bytes_read, weights.bytes_total, weights.load_s,
+    )  # fmt: skip
+    return StageSet(encode, language), weights
+
+
+def _log_progress(part: str) -> Callable[[int, int], None]:
+    """A line at each quarter of the bytes: enough for a large checkpoint on a slow disk, little for a small one."""
+    reported = 0
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal reported
+        quarter = 4 * done_bytes // max(total_bytes, 1)
+        if quarter > reported:
+            reported = quarter
+            logger.info("part=%s loaded=%d%% of %.1f MB", part, 25 * quarter, total_bytes / 1e6)
+
+    return progress
+
+
+def worker_info(parts: WorkerParts, worker: WorkerConfig, weights: WeightsReport) -> WorkerInfo:
+    return WorkerInfo(
+        address=parts.address,
+        stages=worker.stages,
+        version_hash=messages.version_hash(parts.spec.fingerprint, parts.config.engine.block_size),
+        model=parts.spec.served_name,
+        max_model_len=parts.max_model_len if Part.LANGUAGE in needed_parts(worker.stages) else parts.spec.max_model_len,
+        weights=weights,
+        pid=os.getpid(),
+        cores=worker.cores,
+    )
