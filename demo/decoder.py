@@ -1,9 +1,9 @@
 """Second step of the training: the language model learns to answer from the frozen tower's features.
 
 Every page is encoded once, before the first step. Each training example is a conversation of several turns about one to
-six of them, rendered by the checkpoint's own chat template, so that serving sees the same tokens. A throw-away head on
-an early layer says of every image token which picture it belongs to: picking the right page needs that first, and the
-answers alone teach it late or never.
+six of them, rendered by the checkpoint's own chat template, so that serving sees the same tokens. Throw-away heads on
+an early layer say of every image token which picture it belongs to, and before every answer which picture was asked for:
+picking the right page needs both first, and the answers alone teach them late or never.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from triptych.demo.drawing import Page, draw_page, draw_picture
 from triptych.demo.pages import MAX_IMAGES, Turn, ask, ask_text, tasks_of
 from vision import encode, optimizers, prepare, schedule
 
-BATCH_TOKENS = 6000
+BATCH_TOKENS = 4000
 TURNS = 5
-_TAGGED_LAYERS = 2  # the head that tells the pictures apart reads after this many
+_NUMBERED_LAYERS = 2  # the heads for the pictures' numbers read after this many
 _SYSTEM = ("You are a helpful assistant.", "Answer the question.", "Look at the pages.")
 
 
@@ -54,7 +54,7 @@ class Example:
 
     token_ids: list[int]
     turn_of: list[int]
-    tasks: list[str]
+    turns: list[Turn]
     images: list[Encoded]
 
 
@@ -145,11 +145,11 @@ class Conversations:
                 answering = token != self._end
             elif token_ids[k - len(self._answer_start) + 1 : k + 1] == self._answer_start:
                 turn, answering = turn + 1, True
-        return Example(token_ids, turn_of, [t.task for t in turns], images)
+        return Example(token_ids, turn_of, turns, images)
 
     def batches(self, max_images: int) -> list[list[Example]]:
         """A few batches in random order, each of at most BATCH_TOKENS with padding."""
-        examples = sorted((self._example(max_images) for _ in range(160)), key=lambda e: len(e.token_ids))
+        examples = sorted((self._example(max_images) for _ in range(120)), key=lambda e: len(e.token_ids))
         batches: list[list[Example]] = [[]]
         for example in examples:
             if len(example.token_ids) * (len(batches[-1]) + 1) > BATCH_TOKENS:
@@ -169,21 +169,37 @@ def _collate(model: Qwen3VLForConditionalGeneration, batch: Sequence[Example]) -
         n, tokens = len(example.token_ids), torch.tensor([example.token_ids])
         ids[row, :n] = tokens[0]
         turns[row, :n] = torch.tensor([turn + seen if turn >= 0 else -1 for turn in example.turn_of])
-        seen += len(example.tasks)
+        seen += len(example.turns)
         kinds = (tokens == model.config.image_token_id).int()
         grid = torch.cat([image.grid for image in example.images]) if example.images else None
         positions[:, row, :n] = model.model.get_rope_index(tokens, kinds, grid)[0][:, 0]
     return ids, turns, positions
 
 
-def _picture_numbers(batch: Sequence[Example]) -> Tensor:
-    """Of each image token in the batch, which of its conversation's pictures it belongs to, from 0."""
-    numbers = [torch.full((len(image.features),), k) for example in batch for k, image in enumerate(example.images)]
-    return torch.cat(numbers)
+class NumberHeads(nn.Module):
+    """Which picture an image token belongs to, and which one the question at hand asks for."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shown = nn.Linear(width, MAX_IMAGES)
+        self.asked = nn.Linear(width, MAX_IMAGES)
+
+    def loss(self, hidden: Tensor, image_mask: Tensor, turns: Tensor, batch: Sequence[Example]) -> Tensor:
+        """`hidden` [batch, length, width] of an early layer; `turns` as `_collate` gives them."""
+        images = [(k, len(image.features)) for example in batch for k, image in enumerate(example.images)]
+        shown = torch.cat([torch.full((n,), k) for k, n in images])
+        loss = F.cross_entropy(self.shown(hidden[image_mask].float()), shown)
+        before = (turns[:, 1:] >= 0) & (turns[:, :-1] < 0)  # the token that the answer's first one is drawn from
+        positions = torch.tensor([turn.position - 1 for example in batch for turn in example.turns])
+        asked = positions[turns[:, 1:][before]]
+        named = asked >= 0
+        if named.any():
+            loss = loss + F.cross_entropy(self.asked(hidden[:, :-1][before][named].float()), asked[named])
+        return loss
 
 
 def batch_loss(
-    model: Qwen3VLForConditionalGeneration, numbering: nn.Linear, batch: Sequence[Example]
+    model: Qwen3VLForConditionalGeneration, heads: NumberHeads, batch: Sequence[Example]
 ) -> tuple[Tensor, list[tuple[str, bool]]]:
     """The loss, and for each turn whether greedy decoding would get it right."""
     ids, turns, positions = _collate(model, batch)
@@ -208,19 +224,18 @@ def batch_loss(
     targets = ids[:, 1:][answers]
     loss = F.cross_entropy(scores, targets)
     if mask.any():
-        tagged = numbering(output.hidden_states[_TAGGED_LAYERS][mask].float())
-        loss = loss + 0.3 * F.cross_entropy(tagged, _picture_numbers(batch))
+        loss = loss + 0.3 * heads.loss(output.hidden_states[_NUMBERED_LAYERS], mask, turns, batch)
     wrong = set(turns[:, 1:][answers][scores.argmax(-1) != targets].tolist())
-    tasks = [task for example in batch for task in example.tasks]
+    tasks = [turn.task for example in batch for turn in example.turns]
     return loss, [(task, turn not in wrong) for turn, task in enumerate(tasks)]
 
 
 def _stream(conversations: Conversations, steps: int) -> Iterator[list[Example]]:
-    """One or two pages at first, more later."""
+    """One page at first, more later."""
     step = 0
     while step < steps:
         progress = step / steps
-        max_images = 2 if progress < 0.15 else 4 if progress < 0.45 else MAX_IMAGES
+        max_images = 1 if progress < 0.2 else 4 if progress < 0.5 else MAX_IMAGES
         for batch in conversations.batches(max_images):
             yield batch
             step += 1
@@ -233,15 +248,15 @@ def train_decoder(
     decoder = model.model.language_model
     matrices = [p for p in decoder.layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
-    numbering = nn.Linear(model.config.text_config.hidden_size, MAX_IMAGES)
-    rest = [p for p in [*decoder.parameters(), *numbering.parameters()] if id(p) not in chosen]
+    heads = NumberHeads(model.config.text_config.hidden_size)
+    rest = [p for p in [*decoder.parameters(), *heads.parameters()] if id(p) not in chosen]
     optims = optimizers(matrices, rest, 0.5)
     schedules = [schedule(optimizer, steps) for optimizer in optims]
     right: dict[str, list[bool]] = defaultdict(list)
     start = time.monotonic()
     model.model.language_model.train()
     for step, batch in zip(range(steps), _stream(conversations, steps), strict=False):
-        loss, turns = batch_loss(model, numbering, batch)
+        loss, turns = batch_loss(model, heads, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
         for optimizer, plan in zip(optims, schedules, strict=True):

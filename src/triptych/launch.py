@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -24,11 +22,14 @@ from triptych.api.admission import Admission
 from triptych.api.app import create_app
 from triptych.api.seam import RouterLike
 from triptych.api.server import ApiServer, bind, url_of
-from triptych.config import Config, WorkerConfig
+from triptych.config import Config
 from triptych.errors import ConfigError
 from triptych.observe.metrics import Metrics
+from triptych.observe.startup import curl_line, describe_worker
+from triptych.placement import Pins, Placement
 from triptych.supervisor import PRELOAD, RestartPolicy, RunWorker, Supervisor
-from triptych.types import Stage, WorkerInfo
+
+__all__ = ["Deployment", "Pins", "Placement", "compose", "serve"]
 
 ENVIRONMENT = {  # inherited by the fork server, which reads it when it imports torch
     "OMP_NUM_THREADS": "1",
@@ -40,82 +41,14 @@ WORKER_GRACE_S = 10.0  # from SIGTERM to SIGKILL, after the running requests wer
 START_TIMEOUT_S = 600.0
 POLL_S = 0.05
 
+T = TypeVar("T")
 Say = Callable[[str], None]
-Pins = Mapping[str, Sequence[int]]  # cores by worker name, or by group name for all its workers
-
-_LETTERS = {"E": Stage.ENCODE, "P": Stage.PREFILL, "D": Stage.DECODE}
-
-
-@dataclass(frozen=True)
-class Group:
-    """Workers that host the same stages."""
-
-    letters: str  # of E, P, D, in this order
-    count: int
-
-    @property
-    def name(self) -> str:
-        return "epd" if self.letters == "EPD" else "-".join(_LETTERS[letter] for letter in self.letters)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which stages share a worker, and how many workers of each kind there are: `2E/1P/2D`, `1E/1PD`, `EPD`."""
-
-    groups: tuple[Group, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> Placement:
-        """Raises ConfigError for a form that it cannot read and for a stage that nobody hosts."""
-        counts: dict[str, int] = {}
-        for part in text.strip().upper().split("/"):
-            match = re.fullmatch(r"(\d*)(E?P?D?)", part)
-            if match is None or not match[2] or match[1] == "0":
-                raise ConfigError(f"placement {text!r}: {part!r} is not a count and letters of EPD, as in 2E/1P/2D")
-            counts[match[2]] = counts.get(match[2], 0) + int(match[1] or 1)
-        return cls._checked(counts)
-
-    @classmethod
-    def from_counts(cls, **counts: int) -> Placement:
-        """By group name: `encode=2, prefill_decode=1`. Nothing at all is `EPD`."""
-        letters = {"encode": "E", "prefill": "P", "decode": "D", "prefill_decode": "PD", "encode_prefill": "EP"}
-        letters["epd"] = "EPD"
-        return cls._checked({letters[name]: count for name, count in counts.items() if count} or {"EPD": 1})
-
-    @classmethod
-    def _checked(cls, counts: Mapping[str, int]) -> Placement:
-        placement = cls(tuple(Group(letters, count) for letters, count in counts.items()))
-        hosted = "".join(counts)
-        missing = [stage.value for letter, stage in _LETTERS.items() if letter not in hosted]
-        if missing:
-            raise ConfigError(f"placement {placement}: no worker hosts {' and '.join(missing)}")
-        return placement
-
-    def __str__(self) -> str:
-        if self.groups == (Group("EPD", 1),):
-            return "EPD"
-        return "/".join(f"{group.count}{group.letters}" for group in self.groups)
-
-    def workers(self, router_url: str, runtime_dir: str, pins: Pins) -> list[WorkerConfig]:
-        """Raises ConfigError for a pin that fits no worker."""
-        named = [(group, f"{group.name}-{k}") for group in self.groups for k in range(group.count)]
-        unknown = set(pins) - {name for _, name in named} - {group.name for group in self.groups}
-        if unknown:
-            names = ", ".join(name for _, name in named)
-            raise ConfigError(f"--pin {min(unknown)}: there is no such worker; there are {names}")
-        workers = []
-        for group, name in named:
-            cores = list(pins.get(name, pins.get(group.name, ())))
-            stages = [_LETTERS[letter] for letter in group.letters]
-            threads = max(1, len(cores))
-            workers.append(
-                WorkerConfig(name=name, stages=stages, router_url=router_url, runtime_dir=runtime_dir, cores=cores, num_threads=threads)
-            )
-        return workers
 
 
 class RunningRouter(RouterLike, Protocol):
     """The router with its life, which the API has no part in."""
+
+    closing: bool
 
     async def start(self) -> None: ...
 
@@ -142,9 +75,10 @@ def compose(config: Config, runtime_dir: str) -> Serving:
     from triptych.router.router import Router
 
     spec = open_model(config.model.path, config.model)
-    builder = PromptBuilder(spec.path, spec.layout)
+    builder = PromptBuilder(spec.path, spec.family)
     metrics, admission = Metrics(), Admission()
-    router = Router(config, builder, spec.fingerprint, ZmqMailbox(runtime_dir), metrics)
+    mailbox = ZmqMailbox(runtime_dir)
+    router = Router(config, builder, spec.fingerprint, spec.served_name, spec.max_model_len, mailbox, metrics)
     metrics.watch(router.registry.workers)
     return Serving(router, create_app(router, config, metrics, admission), admission)
 
@@ -205,3 +139,185 @@ class Deployment:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.stop()
+
+    async def start(self) -> None:
+        """Returns when every stage has a live worker. Raises ConfigError when that cannot be."""
+        started_s = time.monotonic()
+        set_environment()
+        api = self.config.api
+        sock = bind(api.host, api.port)  # first: nothing heavy starts for a port that is taken
+        self.url = url_of(sock)
+        if self._own_runtime_dir:
+            self.runtime_dir = tempfile.mkdtemp(prefix="tri-", dir=_short_temp())
+        else:
+            os.makedirs(self.runtime_dir, mode=0o700, exist_ok=True)
+        try:
+            serving = self._serving = self._compose(self.config, self.runtime_dir)
+        except BaseException:
+            sock.close()
+            raise
+        self._server = ApiServer(serving.app, sock)
+        await serving.router.start()
+        await self._server.start()
+        self._announcer = asyncio.create_task(self._announce(serving.router), name="announce")
+        if self.placement is None:
+            self._say(
+                f"the router listens on {self.url}; workers need --router {self.url} --runtime-dir {self.runtime_dir}"
+            )
+            return
+        await self._start_workers(self.placement, serving.router)
+        self._say(f"ready after {time.monotonic() - started_s:.1f} s: {self.url}")
+
+    async def _start_workers(self, placement: Placement, router: RunningRouter) -> None:
+        workers = placement.workers(self.url, self.runtime_dir, self._pins)
+        self._say(f"model {router.model_name} on {placement}, up to {router.max_model_len} tokens")
+        self._say(f"runtime files in {self.runtime_dir}")
+        self._supervisor = Supervisor(
+            self.config,
+            self._target,
+            policy=self._policy,
+            preload=self._preload,
+            on_death=router.registry.lost,
+            say=self._say,
+        )
+        self._supervisor.start(workers)
+        names = {worker.name for worker in workers}
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not (router.ready() and names <= {w.info.address.name for w in router.registry.workers()}):
+            if self._supervisor.failed.done():
+                raise ConfigError(self._supervisor.failed.result())
+            if time.monotonic() > deadline_s:
+                raise ConfigError(f"the workers were not ready within {START_TIMEOUT_S:.0f} s")
+            await asyncio.sleep(POLL_S)
+
+    async def _announce(self, router: RunningRouter) -> None:
+        """A line for every life of a worker that registered."""
+        known: set[str] = set()
+        while True:
+            for worker in router.registry.workers():
+                if worker.info.address.epoch not in known:
+                    known.add(worker.info.address.epoch)
+                    self._say(describe_worker(worker.info))
+            await asyncio.sleep(POLL_S)
+
+    async def failed(self) -> str:
+        """Waits until a worker is given up, and says why."""
+        if self._supervisor is None:
+            await asyncio.Event().wait()
+        assert self._supervisor is not None
+        return await asyncio.shield(self._supervisor.failed)
+
+    @property
+    def router(self) -> RunningRouter:
+        if self._serving is None:
+            raise ConfigError("the deployment has not been started")
+        return self._serving.router
+
+    def pid(self, worker_name: str) -> int | None:
+        """None while the worker does not run."""
+        return self._supervisor.pid(worker_name) if self._supervisor is not None else None
+
+    def kill(self, worker_name: str) -> None:
+        """kill -9, for tests of recovery; the supervisor starts the worker again."""
+        if self._supervisor is not None:
+            self._supervisor.kill(worker_name)
+
+    def force(self) -> None:
+        """Do not wait for running requests any longer, and kill the workers."""
+        self._forced.set()
+        if self._supervisor is not None:
+            self._supervisor.kill_all()
+
+    async def stop(self) -> None:
+        """Admission, running requests, workers, router, sockets, files: in this order. Harmless when done before."""
+        if self._serving is not None:
+            self._serving.admission.close()
+            self._serving.router.closing = True
+            await self._drain(self._serving.admission)
+        if self._supervisor is not None:  # before the API: workers heartbeat and leave over it
+            await self._supervisor.stop(0.0 if self._forced.is_set() else WORKER_GRACE_S)
+        if self._announcer is not None:
+            self._announcer.cancel()
+            await asyncio.gather(self._announcer, return_exceptions=True)
+        if self._serving is not None:
+            await self._serving.router.close()
+        if self._server is not None:
+            await self._server.stop()
+        if self._own_runtime_dir and self.runtime_dir:
+            shutil.rmtree(self.runtime_dir, ignore_errors=True)
+        self._serving = self._server = self._supervisor = self._announcer = None
+
+    async def _drain(self, admission: Admission) -> None:
+        if admission.num_inside:
+            self._say(f"waiting for {admission.num_inside} running requests")
+        idle = asyncio.create_task(admission.wait_idle(self.config.router.drain_s))
+        forced = asyncio.create_task(self._forced.wait())
+        await asyncio.wait({idle, forced}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (idle, forced):
+            task.cancel()
+        await asyncio.gather(idle, forced, return_exceptions=True)
+
+
+def _short_temp() -> str:
+    """Unix sockets lie in the runtime directory, and their paths may have 108 bytes."""
+    temp = tempfile.gettempdir()
+    return temp if len(temp) <= 40 else "/tmp"
+
+
+async def serve(deployment: Deployment, say: Say, then: Callable[[], Awaitable[int | None]] | None = None) -> int:
+    """Until SIGINT or SIGTERM; a second one forces. Gives the exit code, or raises what kept it from starting.
+
+    `then` runs once all is ready; an exit code from it ends the deployment.
+    """
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+
+    def on_signal() -> None:
+        if told.is_set():
+            say("forced to stop")
+            deployment.force()
+        else:
+            say("stopping; once more to force")
+            told.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        return await _until_told(deployment, told, say, then)
+    finally:
+        await deployment.stop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+async def _until_told(
+    deployment: Deployment, told: asyncio.Event, say: Say, then: Callable[[], Awaitable[int | None]] | None
+) -> int:
+    if await _before(told, deployment.start()) is None:
+        return 0
+    if then is not None:
+        answered = await _before(told, then())
+        code = 0 if answered is None else answered.result()
+        if code is not None:
+            return code
+    elif deployment.placement is not None:
+        say(curl_line(deployment.url, deployment.router.model_name))
+    failed = await _before(told, deployment.failed())
+    if failed is None:
+        return 0
+    say(failed.result())
+    return 1
+
+
+async def _before(told: asyncio.Event, work: Awaitable[T]) -> asyncio.Future[T] | None:
+    """`work`, done, or None when we were told to stop first and it was cancelled. Raises what `work` raises."""
+    task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(told.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    done = task.done()
+    task.cancel()
+    stopping.cancel()
+    await asyncio.gather(task, stopping, return_exceptions=True)
+    if not done:
+        return None
+    task.result()
+    return task

@@ -41,7 +41,7 @@ class RestartPolicy:
 
     def delay_s(self, num_deaths: int) -> float:
         """Before the start that follows the `num_deaths`-th death within the window."""
-        return min(self.first_delay_s * 2 ** (num_deaths - 1), self.max_delay_s)
+        return min(self.first_delay_s * 2.0 ** (num_deaths - 1), self.max_delay_s)
 
 
 @dataclass

@@ -84,12 +84,7 @@ class ChatEndpoint:
         try:
             require_json(request)
             body = await read_body(request, self._config.api.max_body_bytes)
-            return parse_chat(
-                body,
-                model_name=self._router.model_name,
-                max_model_len=self._router.max_model_len,
-                max_images=self._config.media.max_images,
-            )
+            return parse_chat(body, model_name=self._router.model_name, max_model_len=self._router.max_model_len)
         except TriptychError as error:
             self._metrics.failed(error)
             canonical_line(request_id="", status=error.status, e2e_s=time.monotonic() - started_s, error=error)

@@ -89,7 +89,7 @@ class ChatCall(msgspec.Struct, frozen=True):
     timing: bool
 
 
-def parse_chat(body: bytes, *, model_name: str, max_model_len: int, max_images: int) -> ChatCall:
+def parse_chat(body: bytes, *, model_name: str, max_model_len: int) -> ChatCall:
     """Raises MalformedRequestError, UnsupportedFieldError, BadRequestError or NotFoundError, naming the field."""
     fields = decode_object(body)
     chat = convert(fields, ChatRequest)
@@ -98,8 +98,6 @@ def parse_chat(body: bytes, *, model_name: str, max_model_len: int, max_images: 
     refuse_unsupported(fields)
     _check_stream_options(chat)
     messages, images = read_messages(chat.messages)
-    if len(images) > max_images:
-        raise BadRequestError(f"At most {max_images} images in one request, got {len(images)}.", param="messages")
     max_tokens = _max_tokens(chat, max_model_len)
     stop = [chat.stop] if isinstance(chat.stop, str) else chat.stop or []
     if len(stop) > MAX_STOP_STRINGS or not all(stop):

@@ -52,6 +52,7 @@ class Turn(NamedTuple):
     task: str
     text: str
     answer: str
+    position: int = 0  # of the image that it names, from 1; 0 when it names none
 
 
 def _plural(shape: str, count: int = 2) -> str:
@@ -122,7 +123,7 @@ def ask(task: Task, page: Page, position: int | None, rng: random.Random) -> Tur
     noun = "picture" if task == "picture" else "page"
     place = f"{noun} {position}" if position else f"the {noun}"
     wordings, answer = _ask_picture(page, place, rng) if noun == "picture" else _ask_page(task, page, place, rng)
-    return Turn(task, rng.choice(wordings), answer)
+    return Turn(task, rng.choice(wordings), answer, position or 0)
 
 
 def ask_text(rng: random.Random) -> Turn:

@@ -87,11 +87,6 @@ class EmbeddingPool:
             self._discarded.discard(stored)
             self._transport.free(stored.slot)
 
-    @property
-    def num_leased(self) -> int:
-        """Embeddings with a lease out: room that comes back by itself, at the latest by expiry."""
-        return sum(count > (stored not in self._discarded) for stored, count in self._references.items())
-
     def __len__(self) -> int:
         """Embeddings that hold memory, discarded ones with leases included."""
         return len(self._references)

@@ -22,6 +22,7 @@ from triptych.media.fetch import MediaFetcher
 from triptych.media.hash import mm_hash
 from triptych.media.probe import probe_image
 from triptych.observe.metrics import Metrics
+from triptych.prompt.detokenize import IncrementalDetokenizer
 from triptych.prompt.layout import PromptBuilder
 from triptych.router.attempt import Attempt, FromWorker, Lost
 from triptych.router.client import RouterMailbox
@@ -168,7 +169,7 @@ class Router:
         )
 
     def _bound_output(self, request: Request, prompt: Prompt) -> Request:
-        """Set max_tokens to what was asked for or what fits. Raises BadRequestError when that is too much or nothing."""
+        """Set max_tokens to what was asked for or what fits. Raises BadRequestError where that is impossible."""
         room = self.max_model_len - len(prompt.token_ids)
         if room < 1:
             raise BadRequestError(
@@ -188,7 +189,7 @@ class Router:
         self, request: Request, prompt: Prompt, media: list[MediaItem], plan: Plan, marks: RequestMarks
     ) -> AsyncGenerator[Event, None]:
         """Carry the plan out; after the loss of a worker, plan anew from the tokens so far."""
-        output = RequestOutput(request, self._builder.detokenizer(request))
+        output = RequestOutput(request, self._detokenizer(request))
         by_hash = {item.mm_hash: item for item in media}
         deadline_s = marks.arrived_s + self._config.router.deadline_s
         num_cached_tokens: int | None = None
@@ -216,6 +217,13 @@ class Router:
                 break
             plan = await self._plan_anew(request, prompt, media, deadline_s)
         yield self._finish(prompt, media, output, num_cached_tokens or 0, marks)
+
+    def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
+        return self._builder.detokenizer(
+            request.stop,
+            skip_special_tokens=request.skip_special_tokens,
+            include_stop=request.include_stop_str_in_output,
+        )
 
     async def _tokens(self, attempt: Attempt, output_ids: list[int]) -> AsyncGenerator[messages.TokenOutput, None]:
         key = (attempt.request_id, attempt.number)

@@ -1,0 +1,46 @@
+# `make check` is what CI runs. Needs Python 3.11 or newer; everything else lands in .venv.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := src tests demo
+
+.DEFAULT_GOAL := help
+.PHONY: help demo serve test test-slow check format clean
+
+help:  ## print the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# Installed once, and again when pyproject.toml changes.
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $(VENV)/.installed $@
+
+demo: $(VENV)/.installed  ## answer questions about pictures with the packaged model
+	$(BIN)/triptych demo
+
+serve: $(VENV)/.installed  ## the same, and go on serving on port 8000
+	$(BIN)/triptych demo --keep --port 8000
+
+test: $(VENV)/.installed-dev  ## lint, types and the fast tests
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-slow: $(VENV)/.installed-dev  ## the tests that need minutes
+	$(BIN)/pytest -m "slow and not gpu"
+
+check: test test-slow  ## what CI runs
+
+format: $(VENV)/.installed-dev  ## sort imports and format
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache

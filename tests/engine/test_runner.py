@@ -1,0 +1,210 @@
+"""The language part over paged KV, in chunks, with images, in mixed batches, against transformers' whole model."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from triptych.config import ModelConfig
+from triptych.engine.batch import EmbeddingSlice, SequenceChunk
+from triptych.engine.runner import ModelRunner
+from triptych.errors import EngineError
+from triptych.models.registry import ModelSpec, open_model
+from triptych.models.vision import VisionRunner
+from triptych.testing_checkpoints import FamilyName, make_checkpoint
+from triptych.types import ImageSize, Modality, Placeholder, PromptItem
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_DECODED = 8, 96, 6
+FAMILIES: list[FamilyName] = ["qwen3_vl", "qwen2_5_vl"]
+CHUNK_SIZES = [1, 3, 16, 50, 1000]
+
+
+class Sequence(NamedTuple):
+    """A prompt with images and some tokens after it, with all that a step needs of it."""
+
+    token_ids: list[int]
+    positions: NDArray[np.int64]
+    items: list[PromptItem]
+    embeddings: list[torch.Tensor]
+    expected: torch.Tensor  # logits [tokens, vocabulary] of transformers
+    blocks: list[int]
+
+    def chunk(self, start: int, end: int, *, sample: bool = True) -> SequenceChunk:
+        slices = []
+        for item, embedding in zip(self.items, self.embeddings, strict=True):
+            first, last = max(start, item.placeholder.offset), min(end, item.placeholder.end)
+            if first < last:
+                offset = item.placeholder.offset
+                slices.append(EmbeddingSlice(first - start, embedding[first - offset : last - offset]))
+        table = self.blocks[: -(-end // BLOCK_SIZE)]
+        positions = self.positions[:, start:end]
+        return SequenceChunk(self.token_ids[start:end], start, positions, table, slices, sample)
+
+
+class Model(NamedTuple):
+    spec: ModelSpec
+    sequences: list[Sequence]
+
+    def runner(self, *, pack_linears: bool = False) -> ModelRunner:
+        """With KV of its own; what was never written is not a number."""
+        kv = torch.full((NUM_BLOCKS, *self.spec.kv_block_shape(BLOCK_SIZE)), torch.nan)
+        return ModelRunner.load(self.spec, kv, pack_linears=pack_linears)
+
+
+def _images(rng: random.Random, count: int) -> list[Image.Image]:
+    noise = np.random.default_rng(rng.randrange(1 << 30))
+    sizes = [(rng.randrange(40, 200), rng.randrange(40, 200)) for _ in range(count)]
+    return [Image.fromarray(noise.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in sizes]
+
+
+def _sequence(spec: ModelSpec, full: Any, rng: random.Random, num_images: int, blocks: Iterator[int]) -> Sequence:
+    token_ids = [rng.randrange(250) for _ in range(5)]
+    items, inputs = [], []
+    for image in _images(rng, num_images):
+        metadata = spec.family.image_metadata(ImageSize(*image.size))
+        placeholder = Placeholder(len(token_ids), metadata.num_tokens)
+        items.append(PromptItem(Modality.IMAGE, "0" * 64, placeholder, metadata))
+        inputs.append((spec.family.preprocess(image, metadata), metadata.grid))
+        token_ids += [*spec.family.expansion(metadata), *(rng.randrange(250) for _ in range(3))]
+    prompt_positions, delta = spec.family.positions(token_ids, items)
+    decoded = np.arange(len(token_ids), len(token_ids) + NUM_DECODED) + delta
+    positions = np.concatenate([prompt_positions, np.tile(decoded, (3, 1))], axis=1)
+    token_ids = token_ids + [rng.randrange(250) for _ in range(NUM_DECODED)]
+    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+    return Sequence(
+        token_ids,
+        positions,
+        items,
+        VisionRunner.load(spec).encode(inputs),
+        _expected(full, spec, token_ids, inputs),
+        [next(blocks) for _ in range(num_blocks)],
+    )
+
+
+def _expected(full: Any, spec: ModelSpec, token_ids: list[int], inputs: list[Any]) -> torch.Tensor:
+    ids = torch.tensor([token_ids])
+    images: dict[str, torch.Tensor] = {}
+    if inputs:
+        images["pixel_values"] = torch.cat([torch.from_numpy(patches) for patches, _ in inputs])
+        images["image_grid_thw"] = torch.tensor([grid for _, grid in inputs])
+        images["mm_token_type_ids"] = (ids == spec.family.placeholder_token_id).int()
+    full.model.rope_deltas = None
+    with torch.inference_mode():
+        logits: torch.Tensor = full(input_ids=ids, use_cache=False, **images).logits[0]
+    return logits.float()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    from transformers import AutoModelForImageTextToText
+
+    torch.set_num_threads(1)
+    folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=11)
+    full = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    spec = open_model(str(folder), ModelConfig(device="cpu"))
+    rng = random.Random(4)
+    blocks = iter(rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1))
+    return Model(spec, [_sequence(spec, full, rng, num_images, blocks) for num_images in (2, 0, 1, 3)])
+
+
+def _assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+@pytest.mark.parametrize("pack_linears", [False, True])
+def test_chunks_of_any_size_then_decode(model: Model, chunk_size: int, pack_linears: bool) -> None:
+    runner = model.runner(pack_linears=pack_linears)
+    sequence = model.sequences[0]
+    total = len(sequence.token_ids)
+    start = 0
+    while start < total:
+        end = min(start + chunk_size, total - NUM_DECODED) if start < total - NUM_DECODED else start + 1
+        _assert_close(runner.forward([sequence.chunk(start, end)])[0], sequence.expected[end - 1])
+        start = end
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mixed_batches(model: Model, seed: int) -> None:
+    """Sequences advance by steps of any size in batches of any make-up, some of them sampling."""
+    rng = random.Random(seed)
+    runner = model.runner()
+    computed = [0] * len(model.sequences)
+    while any(c < len(s.token_ids) for c, s in zip(computed, model.sequences, strict=True)):
+        chunks, expected = [], []
+        for i in rng.sample(range(len(computed)), len(computed)):
+            sequence, start = model.sequences[i], computed[i]
+            left = len(sequence.token_ids) - start
+            if left and rng.random() < 0.8:
+                end = start + min(left, rng.choice([1, 1, 2, 7, 16, 33]))
+                chunks.append(sequence.chunk(start, end, sample=rng.random() < 0.7))
+                computed[i] = end
+                if chunks[-1].sample:
+                    expected.append(sequence.expected[end - 1])
+        if chunks:
+            logits = runner.forward(chunks)
+            assert logits.shape == (len(expected), model.spec.family.text.vocab)
+            if expected:
+                _assert_close(logits, torch.stack(expected))
+
+
+def test_embeddings_and_deepstack_reach_the_logits(model: Model) -> None:
+    """Without deepstack's rows, or with another image's, the logits are others."""
+    runner, sequence = model.runner(), model.sequences[2]
+    end, hidden = len(sequence.token_ids), model.spec.family.text.hidden
+    _assert_close(runner.forward([sequence.chunk(0, end)])[0], sequence.expected[-1])
+    changed = [embedding.clone() for embedding in sequence.embeddings]
+    if model.spec.family.vision.num_deepstack:
+        changed[0][:, hidden:] = 0
+    else:
+        changed[0][:] = changed[0].flip(0)
+    logits = runner.forward([sequence._replace(embeddings=changed).chunk(0, end)])[0]
+    assert (logits - sequence.expected[-1]).abs().max() > 0.05
+
+
+def test_kv_of_an_earlier_request_does_not_matter(model: Model) -> None:
+    runner, (first, second) = model.runner(), model.sequences[:2]
+    reused = second._replace(blocks=first.blocks)
+    runner.forward([first.chunk(0, len(first.token_ids))])
+    logits = runner.forward([reused.chunk(0, len(reused.token_ids))])
+    _assert_close(logits[0], second.expected[-1])
+
+
+def test_no_row_samples(model: Model) -> None:
+    logits = model.runner().forward([model.sequences[1].chunk(0, 4, sample=False)])
+    assert logits.shape == (0, model.spec.family.text.vocab)
+    assert logits.dtype == torch.float32
+
+
+def test_misfits_are_refused(model: Model) -> None:
+    runner, sequence = model.runner(), model.sequences[2]
+    narrow = sequence._replace(embeddings=[e[:, :8] for e in sequence.embeddings])
+    with pytest.raises(ValueError, match="does not fit the model"):
+        runner.forward([narrow.chunk(0, len(sequence.token_ids))])
+    with pytest.raises(ValueError, match="does not fit the model"):
+        ModelRunner.load(model.spec, torch.zeros(4, *model.spec.kv_block_shape(8), dtype=torch.bfloat16))
+
+
+def test_probe_uses_the_scratch_block_alone(model: Model) -> None:
+    kv = torch.zeros((4, *model.spec.kv_block_shape(BLOCK_SIZE)))
+    runner = ModelRunner.load(model.spec, kv)
+    assert (runner.embeds_dtype, runner.embeds_width) == (torch.float32, model.spec.embed_width)
+    assert runner.report.shards_read == 2
+    runner.probe()
+    assert kv[0].any()
+    assert not kv[1:].any()
+
+
+def test_probe_sees_a_broken_model(tmp_path: Path) -> None:
+    spec = open_model(str(make_checkpoint("qwen3_vl", tmp_path)), ModelConfig(device="cpu"))
+    runner = ModelRunner.load(spec, torch.zeros((2, *spec.kv_block_shape(4))))
+    runner._language.embedding.weight.data = torch.full_like(runner._language.embedding.weight, torch.inf)
+    with pytest.raises(EngineError, match="finite"):
+        runner.probe()
