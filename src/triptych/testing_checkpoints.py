@@ -122,7 +122,7 @@ def _tokenizer() -> Tokenizer:
 
 def _model(family: FamilyName, tokenizer: Tokenizer, seed: int, dtype: torch.dtype, tied: bool) -> Any:
     config_class, model_class = _classes(family)
-    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+    ids = {token: int(tokenizer.token_to_id(token) or 0) for token in SPECIAL_TOKENS}
     config = config_class(
         text_config=_text_config(family, ids),
         vision_config=_vision_config(family),
@@ -218,7 +218,7 @@ def _write_weights(path: Path, weights: dict[str, torch.Tensor], shards: int) ->
     rest = [name for name in weights if "visual." not in name]
     count = shards - 1
     groups = [tower, *(rest[len(rest) * i // count : len(rest) * (i + 1) // count] for i in range(count))]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
         file = f"model-{number:05d}-of-{shards:05d}.safetensors"
         save_file({name: weights[name] for name in names}, path / file, metadata={"format": "pt"})

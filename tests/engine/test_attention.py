@@ -11,7 +11,7 @@ from triptych.engine.batch import SequenceChunk, StepBatch
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 16, 3, 4, 64
 STEPS = [
     [(0, 1)],
-    [(0, 9), (1, 5)],
+    [(0, 9), (0, 5)],
     [(9, 1), (5, 7), (0, 1)],
     [(10, 6), (12, 1), (1, 1), (0, 30)],
 ]  # for each sequence its context and new tokens

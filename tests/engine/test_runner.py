@@ -106,7 +106,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     torch.set_num_threads(1)
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=11)
-    full = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    full = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     spec = open_model(str(folder), ModelConfig(device="cpu"))
     rng = random.Random(4)
     blocks = iter(rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1))

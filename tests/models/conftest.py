@@ -29,7 +29,7 @@ def full_model(folder: Path) -> Any:
     from transformers import AutoModelForImageTextToText
 
     torch.set_num_threads(1)
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
 
 
 @pytest.fixture(scope="session")

@@ -30,9 +30,7 @@ def test_counts_equal_the_processors(spec: ModelSpec, processor: Any) -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(20, 20), (97, 41), (300, 20), (224, 224), (1, 150), (640, 480)])
-def test_patches_equal_the_processors_bit_for_bit(
-    spec: ModelSpec, processor: Any, width: int, height: int
-) -> None:
+def test_patches_equal_the_processors_bit_for_bit(spec: ModelSpec, processor: Any, width: int, height: int) -> None:
     image = _noise(width, height)
     expected = processor(image, return_tensors="np")
     metadata = spec.family.image_metadata(ImageSize(width, height))
@@ -59,7 +57,7 @@ def test_refuses_an_empty_image(spec: ModelSpec) -> None:
 def test_an_image_that_belies_its_header_is_refused(spec: ModelSpec) -> None:
     metadata = spec.family.image_metadata(ImageSize(300, 100))
     for size in ((100, 300), (1000, 1)):
-        with pytest.raises(MediaError, match="header says|200 times"):
+        with pytest.raises(MediaError, match=r"header says|200 times"):
             spec.family.preprocess(Image.new("RGB", size), metadata)
 
 

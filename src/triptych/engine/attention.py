@@ -6,7 +6,7 @@ their slots, then each sequence attends to its own blocks. Runs in prefill and d
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -100,11 +100,12 @@ class StepAttention:
         own, own_lse = _flash(heads, own_keys, own_values, 0.0, True, scale=scale)
         num_context = sequence.rows.num_context
         if num_context == 0:
-            return own.reshape(query.shape)
+            return cast(torch.Tensor, own).reshape(query.shape)
         keys, values = self._gather(layer, sequence, num_context)
         context, context_lse = _flash(packed, keys, values, 0.0, False, scale=scale)
         weight = torch.sigmoid(own_lse - context_lse.view(own_lse.shape))[..., None]
-        return torch.lerp(context.reshape(own.shape).float(), own.float(), weight).to(query.dtype).view(query.shape)
+        joined = torch.lerp(context.reshape(own.shape).float(), own.float(), weight)
+        return joined.to(query.dtype).view(query.shape)
 
     def _attend_masked(self, layer: int, query: torch.Tensor, sequence: _Sequence, scale: float) -> torch.Tensor:
         """The plain way, on any device: gather everything, mask what lies ahead."""

@@ -1,6 +1,6 @@
 """What one step computes, as plain data and as packed rows: decode rows first, then chunks of prompts.
 
-The engine makes `SequenceChunk`s, `engine/runner.py` packs them. numpy only: the engine and its simulator need no torch.
+The engine makes `SequenceChunk`s, `engine/runner.py` packs them. numpy only: the engine needs no torch.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class ModelRunner:
             columns.append(rows[:, self._hidden :])
         if not self._num_deepstack:
             return {}
-        layers = torch.cat(columns).split(self._hidden, dim=1)
+        layers = torch.cat(columns).chunk(self._num_deepstack, dim=1)
         return {"visual_pos_masks": mask.to(self._device)[None], "deepstack_visual_embeds": list(layers)}
 
     def probe(self) -> None:

@@ -44,7 +44,7 @@ _OTHER_TYPES = (
     (re.compile(rb"(?s:.{4})ftyp(?:heic|heix|heim|heis|hevc|mif1|msf1)"), "image/heic"),
     (re.compile(rb"(?s:.{4})ftyp"), "video/mp4"),
     (re.compile(rb"\x1aE\xdf\xa3"), "video/webm"),
-    (re.compile(rb"\0\0\1\0"), "image/x-icon"),
+    (re.compile(rb"\x00\x00\x01\x00"), "image/x-icon"),
     (re.compile(rb"8BPS"), "image/vnd.adobe.photoshop"),
     (re.compile(rb"\xff\x0a|\0\0\0\x0cJXL "), "image/jxl"),
     (re.compile(rb"\0\0\0\x0cjP  "), "image/jp2"),

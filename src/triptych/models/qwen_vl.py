@@ -57,7 +57,7 @@ class QwenVL(Family):
         return TextDims(
             num_layers=int(text["num_hidden_layers"]),
             num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
-            head_dim=int(text.get("head_dim") or self.default_head_dim or hidden // num_heads),
+            head_dim=int(text.get("head_dim") or self.default_head_dim or hidden / num_heads),
             hidden=hidden,
             vocab=int(text["vocab_size"]),
             max_positions=int(text["max_position_embeddings"]),
@@ -139,7 +139,7 @@ class QwenVL(Family):
         for prefix, part, module_prefix in _PREFIXES:
             if name.startswith(prefix):
                 return Located(part, module_prefix + name.removeprefix(prefix))
-        self._refuse(f"{name} is not a weight of {self.model_type}")
+        return self._refuse(f"{name} is not a weight of {self.model_type}")
 
     def preprocess(self, image: Image, metadata: ItemMetadata) -> NDArray[np.float32]:
         if image.mode != "RGB":
@@ -160,7 +160,7 @@ class QwenVL(Family):
         for i, rows in enumerate(columns):
             joined[:, i * hidden : (i + 1) * hidden] = rows
         counts = (grids.prod(-1) // self.vision.merge_size**2).tolist()
-        return list(joined.split(counts))
+        return list(joined.split_with_sizes(counts))
 
     def _deepstack_rows(self, output: object) -> list[torch.Tensor]:
         return []

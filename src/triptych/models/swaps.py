@@ -70,10 +70,10 @@ def swap_patch_embed(module: nn.Module) -> int:
     """Swap every Conv3d whose kernels tile the input; returns how many."""
 
     def linear(child: nn.Module) -> nn.Module | None:
-        tiles = isinstance(child, nn.Conv3d) and child.stride == child.kernel_size and child.groups == 1
-        if not tiles or child.padding != (0, 0, 0) or child.dilation != (1, 1, 1):
+        if not isinstance(child, nn.Conv3d) or child.stride != child.kernel_size:
             return None
-        return LinearPatchEmbed(child)
+        plain = child.groups == 1 and child.padding == (0, 0, 0) and child.dilation == (1, 1, 1)
+        return LinearPatchEmbed(child) if plain else None
 
     return _swap(module, linear)
 
@@ -84,7 +84,7 @@ def swap_linears(module: nn.Module, num_rows: int = 8) -> int:
 
     The packed weight is a copy, so pack where few rows are multiplied often: in decode workers.
     """
-    if not torch.backends.mkldnn.is_available():
+    if not torch._C._has_mkldnn:
         return 0
 
     def packed(child: nn.Module) -> nn.Module | None:

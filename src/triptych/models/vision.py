@@ -35,7 +35,9 @@ class VisionRunner:
         self._dtype = torch_dtype(spec)
 
     @classmethod
-    def load(cls, spec: ModelSpec, device: torch.device | None = None, progress: Progress | None = None) -> VisionRunner:
+    def load(
+        cls, spec: ModelSpec, *, device: torch.device | None = None, progress: Progress | None = None
+    ) -> VisionRunner:
         """Reads the tower alone. Raises ConfigError if the checkpoint does not fit."""
         device = device or resolve_device(spec.device)
         tower, report = load_part(spec, Part.VISION, device, progress=progress)

@@ -129,10 +129,8 @@ def _read(
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Tensors by module name, and the bytes that they take in the file."""
     dtype, tensors, done = torch_dtype(spec), {}, 0
-    shards = []
     try:
-        for shard in names_of:
-            shards.append(safe_open(spec.path / shard, framework="pt"))
+        shards: list[Any] = [safe_open(spec.path / name, framework="pt") for name in names_of]
         total = sum(_num_bytes(shard, names) for shard, names in zip(shards, names_of.values(), strict=True))
         for shard, names in zip(shards, names_of.values(), strict=True):
             for name, module_name in names.items():
