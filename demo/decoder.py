@@ -2,7 +2,7 @@
 
 Every page is encoded once, before the first step. Each training example is a conversation of several turns about one to
 six of them, rendered by the checkpoint's own chat template, so that serving sees the same tokens. Throw-away heads on
-an early layer say of every image token which picture it belongs to, and before every answer which picture was asked for:
+an early layer say of every image token which picture it belongs to, and before every answer which one was asked for:
 picking the right page needs both first, and the answers alone teach them late or never.
 """
 

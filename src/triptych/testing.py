@@ -10,7 +10,7 @@ import asyncio
 import random
 import secrets
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from triptych.router.client import OnEnvelope
 from triptych.router.router import Router
 from triptych.stages.build import WorkerParts, build_encode, build_language, kv_memory, pool_bytes, to_patches
 from triptych.stages.encode import VisionTower
+from triptych.stages.language import LanguageStage
 from triptych.stages.preprocess import InlinePreprocessor
 from triptych.transport.inproc import InProcTransport
 from triptych.types import Grid, Prompt, Stage, WeightsReport, WorkerAddress, WorkerInfo
@@ -216,7 +217,7 @@ class Cluster:
         self.network = LocalNetwork()
         self.workers: dict[str, LocalWorker] = {}
         self.metrics = Metrics()
-        self._placement = Placement.parse(placement)
+        self.placed = Placement.parse(placement).workers("", "", {})
         self._fake = fake
         self._random = random.Random(seed)
         self._clock = clock or MonotonicClock()
@@ -236,7 +237,7 @@ class Cluster:
             self._clock,
         )
         await self.router.start()
-        for worker in self._placement.workers("", "", {}):
+        for worker in self.placed:
             self.add(worker.name, worker.stages)
         self._pump = asyncio.create_task(self._take_turns())
         return self
@@ -285,7 +286,7 @@ class Cluster:
     def _tower(self) -> VisionTower:
         return FakeTower(self.spec) if self._fake else VisionRunner.load(self.spec)
 
-    def _language(self, parts: WorkerParts, stages: list[Stage]):  # type: ignore[no-untyped-def]
+    def _language(self, parts: WorkerParts, stages: list[Stage]) -> LanguageStage:
         memory = kv_memory(parts)
         if self._fake:
             return build_language(
@@ -319,6 +320,3 @@ class Cluster:
 
 def _nothing() -> None:
     return None
-
-
-CheckIdle = Callable[[Cluster], None]

@@ -48,7 +48,9 @@ def make_cases(count: int, seed: int) -> list[Case]:
     rng = random.Random(seed)
     cases = []
     for i in range(count):
-        pictures = [picture(rng.randrange(1 << 30), rng.randrange(20, 150), rng.randrange(20, 150)) for _ in range(i % 7)]
+        pictures = [
+            picture(rng.randrange(1 << 30), rng.randrange(20, 150), rng.randrange(20, 150)) for _ in range(i % 7)
+        ]
         if i % 5 == 4 and pictures:
             pictures[-1] = pictures[0]
         text = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(3, 40)))

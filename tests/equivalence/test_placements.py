@@ -62,7 +62,8 @@ async def _answer(cluster: Cluster, case: Case, media: Path, request_id: str) ->
 
 async def _answer_all(cluster: Cluster, reference: Reference, *, together: bool) -> list[list[int]]:
     answers = [
-        _answer(cluster, case, reference.media, f"{'t' if together else 's'}{i}") for i, case in enumerate(reference.cases)
+        _answer(cluster, case, reference.media, f"{'t' if together else 's'}{i}")
+        for i, case in enumerate(reference.cases)
     ]
     outputs = await asyncio.gather(*answers) if together else [await answer for answer in answers]
     await cluster.until_idle()

@@ -12,6 +12,7 @@ import binascii
 import os
 import ssl
 import stat
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
@@ -53,6 +54,7 @@ class MediaFetcher:
             follow_redirects=False,
             timeout=httpx.Timeout(config.fetch_timeout_s),
             limits=httpx.Limits(max_keepalive_connections=0),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             headers={"Accept": "image/*,*/*;q=0.5", "Accept-Encoding": "identity", "User-Agent": "triptych"},
         )
 
@@ -83,8 +85,8 @@ class MediaFetcher:
         if not comma:
             raise MediaError("the data URL has no comma between its type and its data")
         is_base64 = head.rpartition(";")[2].strip().lower() == "base64"
-        if len(payload) > self._config.max_image_bytes * (3 if not is_base64 else 2):
-            raise self._too_large(url)  # even if every byte is escaped, or every fourth character a line break
+        if len(payload) > 4 * self._config.max_image_bytes + 1024:
+            raise self._too_large(url)  # even if it is base64 with every character escaped
         raw = unquote_to_bytes(payload) if "%" in payload else payload.encode("utf-8", "surrogatepass")
         content = self._decode_base64(url, raw) if is_base64 else raw
         if len(content) > self._config.max_image_bytes:

@@ -54,10 +54,12 @@ class QwenVL(Family):
 
     def _text_dims(self, text: Json) -> TextDims:
         hidden, num_heads = int(text["hidden_size"]), int(text["num_attention_heads"])
+        num_kv_heads: int = text.get("num_key_value_heads") or num_heads
+        head_dim: int = text.get("head_dim") or self.default_head_dim or hidden // num_heads
         return TextDims(
             num_layers=int(text["num_hidden_layers"]),
-            num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
-            head_dim=int(text.get("head_dim") or self.default_head_dim or hidden / num_heads),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             hidden=hidden,
             vocab=int(text["vocab_size"]),
             max_positions=int(text["max_position_embeddings"]),
@@ -78,7 +80,7 @@ class QwenVL(Family):
             num_layers=int(vision["depth"]),
             hidden=int(vision["hidden_size"]),
             out_hidden=int(vision["out_hidden_size"]),
-            in_channels=int(vision.get("in_channels", vision.get("in_chans", 3))),
+            in_channels=int(vision.get("in_channels", 3)),
             patch_size=int(vision["patch_size"]),
             temporal_patch_size=int(vision.get("temporal_patch_size", 2)),
             merge_size=int(vision.get("spatial_merge_size", 2)),

@@ -78,11 +78,12 @@ class WorkerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         workers = list(self._workers())
-        yield from _load_gauges(workers)
-        yield from _weights(workers)
+        ours = [*_load_gauges(workers), *_weights(workers)]
+        yield from ours
+        taken = self._taken | {family.name for family in ours}
         names = {name for worker in workers for name in worker.counters if NAME.fullmatch(name)}
         for name in sorted(names):
-            if PREFIX + name.removesuffix("_total") not in self._taken:
+            if PREFIX + name.removesuffix("_total") not in taken:
                 yield _family(name, [(w.info.address.name, w.counters[name]) for w in workers if name in w.counters])
 
 

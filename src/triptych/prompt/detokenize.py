@@ -1,93 +1,134 @@
-"""Token ids to text as they come: never half a character, never a part of what may become a stop string.
+"""Output token ids to text as they come, with stop strings. One for each request, in the router.
 
-Runs in the router, one per request; called for every token.
+Text that was given out never changes: half a character, and what may become a stop string, wait for the next tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from tokenizers import Tokenizer
 
-REPLACEMENT = "\ufffd"  # what the decoder makes of bytes that are no character (yet)
-MAX_BYTES_OF_A_CHARACTER = 4  # in UTF-8: more tokens than this without a character are no character at all
+_HALF = "\ufffd"  # what a tokenizer makes of bytes that are not a whole character (yet)
+_MAX_CHAR_TOKENS = 4  # a character has at most four bytes, a token at least one
 
 
 class IncrementalDetokenizer:
-    """`push` returns text that is final. After a stop string, `stopped` names it and no more text comes.
-
-    A token's text depends on its left neighbours (a space, the rest of a character), so each push decodes a window of
-    the last few tokens twice, without and with the new ones, and emits the difference.
-    """
+    """Equal to decoding all tokens at once, at a cost that does not grow with what came before."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
-        include_stop: bool = False,
+        stop: Sequence[str] = (),
+        include_stop_str: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
-        self._stop = [text for text in stop if text]
-        self._skip_special_tokens = skip_special_tokens
-        self._include_stop = include_stop
-        self._window: list[int] = []  # tokens that the next text may depend on
-        self._num_emitted = 0  # of them, those whose text is out
-        self._held = ""  # text that may be the beginning of a stop string
-        self.stopped: str | None = None
+        self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._include_stop_str = include_stop_str
+        self._stops = [StopString(text) for text in stop if text]
+        self._held = ""  # may become a stop string
+        # The last tokens that gave text, then those that came since: a token's text depends on the one before it
+        # (sentencepiece drops the first space of all). `_given` characters of the window's text are given out.
+        self._window: list[int] = []
+        self._num_old = 0  # leading tokens of the window whose text is all given out
+        self._given = 0
+        self.stopped: str | None = None  # the stop string that ended the text
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that the tokens made final."""
+        """The text that became final with these tokens; empty after a stop string."""
         if self.stopped is not None:
             return ""
-        text = "".join(self._decode_one(token_id) for token_id in token_ids)
-        return self._check_stop(text, is_end=False)
+        for token_id in token_ids:
+            # A model's head may have more rows than the tokenizer has tokens; those are no text.
+            if token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None:
+                self._window.append(token_id)
+        return self._release(self._decode_window())
 
     def finish(self) -> str:
-        """What was held back; bytes that never became a character show as replacement characters."""
+        """The rest: no tokens will come. Half a character becomes the replacement character."""
         if self.stopped is not None:
             return ""
-        return self._check_stop(self._new_text(), is_end=True)
-
-    def _decode_one(self, token_id: int) -> str:
-        self._window.append(token_id)
-        text = self._new_text()
-        num_pending = len(self._window) - self._num_emitted
-        if text.endswith(REPLACEMENT) and num_pending < MAX_BYTES_OF_A_CHARACTER:
-            return ""  # perhaps the first bytes of a character
-        if text:
-            self._window = self._window[self._num_emitted :]
-            self._num_emitted = len(self._window)
+        text = self._tokenizer.decode(self._window, skip_special_tokens=False)[self._given :]
+        self._window, self._num_old, self._given = [], 0, 0
+        text = self._release(text)
+        if self.stopped is None:
+            text, self._held = text + self._held, ""
         return text
 
-    def _new_text(self) -> str:
-        """Text of the window beyond that of its tokens that are out."""
-        before = self._decode(self._window[: self._num_emitted])
-        return self._decode(self._window)[len(before) :]
+    def _decode_window(self) -> str:
+        if len(self._window) == self._num_old:
+            return ""
+        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        whole = text.rstrip(_HALF)
+        fresh = whole[self._given :]
+        if len(whole) == len(text):
+            if fresh:
+                self._window = self._window[self._num_old :]
+                self._num_old = len(self._window)
+                self._given = len(self._tokenizer.decode(self._window, skip_special_tokens=False))
+        elif len(self._window) - self._num_old > 2 * _MAX_CHAR_TOKENS:
+            fresh = self._give_up_halves(text)
+        else:
+            self._given = max(self._given, len(whole))
+        return fresh
 
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
-        return text
+    def _give_up_halves(self, text: str) -> str:
+        """So many tokens cannot be one character: only the last few may still become one."""
+        window = self._window[-_MAX_CHAR_TOKENS:]
+        window_text = self._tokenizer.decode(window, skip_special_tokens=False)
+        open_halves = min(_num_halves(window_text), _num_halves(text))
+        fresh = text[self._given : len(text) - open_halves]
+        self._window, self._num_old, self._given = window, 0, len(window_text) - open_halves
+        return fresh
 
-    def _check_stop(self, text: str, *, is_end: bool) -> str:
-        """Cut at the first stop string; else hold back the longest tail that may become one."""
-        if not self._stop:
+    def _release(self, text: str) -> str:
+        """Take in text that is final, give out what cannot belong to a stop string any more."""
+        if not self._stops:
             return text
-        text = self._held + text
-        self._held = ""
-        found = [(at, -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            at, _, self.stopped = min(found)
-            return text[: at + len(self.stopped)] if self._include_stop else text[:at]
-        if not is_end:
-            held = self._longest_beginning(text)
-            text, self._held = text[: len(text) - held], text[len(text) - held :]
-        return text
+        start = len(self._held)
+        self._held += text
+        for end in range(start, len(self._held)):
+            matched = [stop for stop in self._stops if stop.feed(self._held[end])]
+            if matched:  # at the first character that completes one, so that borders of tokens do not matter
+                longest = max((stop.text for stop in matched), key=len)
+                self.stopped = longest
+                kept = end + 1 if self._include_stop_str else end + 1 - len(longest)
+                return self._held[:kept]
+        final = len(self._held) - max(stop.num_matched for stop in self._stops)
+        released, self._held = self._held[:final], self._held[final:]
+        return released
 
-    def _longest_beginning(self, text: str) -> int:
-        """Length of the longest end of `text` that is the beginning of a stop string."""
-        longest = min(max(map(len, self._stop)) - 1, len(text))
-        for length in range(longest, 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop):
-                return length
-        return 0
+
+class StopString:
+    """Knuth, Morris and Pratt: how much of `text` the characters so far end with, one look at each."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._fallback = [0] * len(text)
+        size = 0
+        for k in range(1, len(text)):
+            while size and text[k] != text[size]:
+                size = self._fallback[size - 1]
+            size += text[k] == text[size]
+            self._fallback[k] = size
+
+    def feed(self, character: str) -> bool:
+        """Whether this character completes it; after that, feed no more."""
+        while self.num_matched and character != self.text[self.num_matched]:
+            self.num_matched = self._fallback[self.num_matched - 1]
+        self.num_matched += character == self.text[self.num_matched]
+        return self.num_matched == len(self.text)
+
+
+@lru_cache(maxsize=8)
+def _special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Cached, for some tokenizers have thousands and every request asks."""
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+def _num_halves(text: str) -> int:
+    return len(text) - len(text.rstrip(_HALF))

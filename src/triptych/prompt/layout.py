@@ -1,27 +1,23 @@
-"""Messages and metadata to a `Prompt`: every token, and every media item's span, before any media is decoded.
+"""Chat messages and media items to the whole token layout of a prompt. Called by the router for every request.
 
-Runs in the router; called once a request. The family's own rules come in as a `MediaLayout`.
+Nothing here needs a pixel: how many tokens an item fills follows from its metadata.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
 from triptych.errors import BadRequestError, ConfigError
-from triptych.prompt.detokenize import IncrementalDetokenizer
-from triptych.prompt.template import ChatTemplate
+from triptych.prompt.guard import ClientText, SpecialTokens
+from triptych.prompt.template import ChatTemplate, read_settings
 from triptych.types import ImageSize, ItemMetadata, MediaItem, Placeholder, Prompt, PromptItem
-
-FIRST_SENTINEL = 0x100000  # a private-use plane: stands for special tokens' texts that a user typed
 
 
 class MediaLayout(Protocol):
-    """A model family's rules for media in prompts; `models/` implements it, without torch."""
+    """How a model family writes media into a prompt. Implemented in `models/`, handed in."""
 
     @property
     def placeholder_text(self) -> str:
@@ -29,111 +25,101 @@ class MediaLayout(Protocol):
         ...
 
     def image_metadata(self, size: ImageSize) -> ItemMetadata:
-        """Raises BadRequestError for a size that the model cannot read."""
+        """Raises BadRequestError for an image that the model cannot read."""
         ...
 
     def expansion(self, metadata: ItemMetadata) -> list[int]:
-        """The token ids that stand for the item, `num_tokens` of them."""
+        """The token ids that take the place of the one placeholder token, `num_tokens` of them."""
         ...
 
 
 class PromptBuilder:
-    """The tokenizer and the chat template of one checkpoint. Raises ConfigError where one is missing."""
+    """One for the router's life. Raises ConfigError for a checkpoint whose files do not fit together."""
 
     def __init__(self, model_dir: Path, layout: MediaLayout) -> None:
         self.layout = layout
-        self._template = ChatTemplate.load(model_dir)
-        self._tokenizer = load_tokenizer(model_dir)
-        # A second copy, because the switch is state: it takes the texts of special tokens for plain text.
-        self._plain = load_tokenizer(model_dir)
-        self._plain.encode_special_tokens = True
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._special_ids = {token.content: token_id for token_id, token in added.items()}
-        if layout.placeholder_text not in self._special_ids:
-            raise ConfigError(f"{model_dir}: the tokenizer has no token {layout.placeholder_text}")
-        self._placeholder_id = self._special_ids[layout.placeholder_text]
-        by_length = sorted(self._special_ids, key=len, reverse=True)
-        self._special = re.compile("(" + "|".join(map(re.escape, by_length)) + ")")
-        self._sentinels = {text: chr(FIRST_SENTINEL + i) for i, text in enumerate(by_length)}
+        self.tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
+        self.template = ChatTemplate.load(model_dir)
+        placeholder_id = self.tokenizer.token_to_id(layout.placeholder_text)
+        if placeholder_id is None:
+            raise ConfigError(f"{model_dir / 'tokenizer.json'} has no token {layout.placeholder_text!r}")
+        self._placeholder_id = placeholder_id
+        self._specials = SpecialTokens(self.tokenizer, layout.placeholder_text)
+        self.vocab_size = self._vocab_size(model_dir)
+        self.eos_token_ids = self._eos_token_ids(model_dir)
 
     def build(
         self,
-        messages: Sequence[Mapping[str, object]],
-        items: Sequence[MediaItem],
+        messages: list[dict[str, Any]],
+        items: list[MediaItem],
         *,
         add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, object] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> Prompt:
-        """Raises BadRequestError when the template refuses, or shows another number of items than there are."""
-        quoted = [self._quote_message(message) for message in messages]
-        text = self._template.render(quoted, add_generation_prompt, template_kwargs or {})
-        return self._expand(self._encode(text), items)
+        """The prompt, its items bound to the template's placeholders in order.
 
-    def detokenizer(
-        self, stop: Sequence[str] = (), *, skip_special_tokens: bool = True, include_stop: bool = False
-    ) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self._tokenizer, stop, skip_special_tokens, include_stop)
-
-    # -- what a user typed is text, whatever it looks like -------------------------------------------------------------
-
-    def _quote_message(self, message: Mapping[str, object]) -> dict[str, object]:
-        return {key: self._quote(value) for key, value in message.items()}
-
-    def _quote(self, value: object) -> object:
-        if isinstance(value, str):
-            return self._special.sub(lambda match: self._sentinels[match.group()], value)
-        if isinstance(value, Mapping):
-            return {key: self._quote(entry) for key, entry in value.items()}
-        if isinstance(value, list):
-            return [self._quote(entry) for entry in value]
-        return value
-
-    def _unquote(self, text: str) -> str:
-        for special, sentinel in self._sentinels.items():
-            text = text.replace(sentinel, special)
-        return text
-
-    def _encode(self, text: str) -> list[int]:
-        """Token ids of a rendered template. Only the template's own special tokens become special tokens.
-
-        The tokenizer itself splits at special tokens first, so encoding the runs between them one by one gives the
-        same ids.
+        Raises BadRequestError where the template refuses the messages or leaves another number of placeholders.
         """
-        ids: list[int] = []
-        for run in self._special.split(text):
-            if run in self._special_ids:
-                ids.append(self._special_ids[run])
-            elif run:
-                ids += self._plain.encode(self._unquote(run), add_special_tokens=False).ids
-        return ids
+        client = ClientText(self._specials)
+        kwargs = {name: client.hide(value) for name, value in (template_kwargs or {}).items()}
+        for reserved in ("messages", "add_generation_prompt"):
+            kwargs.pop(reserved, None)
+        rendered = self.template.render(client.hide(messages), add_generation_prompt, **kwargs)
+        tokens = self._specials.encode(rendered, client, self._wants_special_tokens(rendered))
+        return self._place(tokens, items)
 
-    # -- items at their places -----------------------------------------------------------------------------------------
+    def _wants_special_tokens(self, rendered: str) -> bool:
+        """transformers' processors let the tokenizer add its own (a BOS) unless the template wrote it."""
+        bos = self.template.named_tokens.get("bos_token")
+        return not (bos and rendered.startswith(bos))
 
-    def _expand(self, ids: list[int], items: Sequence[MediaItem]) -> Prompt:
-        """Replace the n-th placeholder by the n-th item's expansion."""
-        places = ids.count(self._placeholder_id)
-        if places != len(items):
-            raise BadRequestError(f"the chat template shows {places} of {len(items)} media items", param="messages")
+    def _place(self, tokens: list[tuple[int, bool]], items: list[MediaItem]) -> Prompt:
+        found = sum(token_id == self._placeholder_id and special for token_id, special in tokens)
+        if found != len(items):
+            raise BadRequestError(
+                f"the chat template left places for {found} images, the request has {len(items)}; "
+                "the model's template may not take images in this role",
+                param="messages",
+            )
         token_ids: list[int] = []
         placed: list[PromptItem] = []
-        remaining = iter(items)
-        for token_id in ids:
+        for token_id, special in tokens:
             if token_id != self._placeholder_id:
                 token_ids.append(token_id)
-                continue
-            item = next(remaining)
-            expansion = self.layout.expansion(item.metadata)
-            span = Placeholder(len(token_ids), len(expansion))
-            placed.append(PromptItem(item.modality, item.mm_hash, span, item.metadata))
-            token_ids += expansion
+            elif special:
+                item = items[len(placed)]
+                expansion = self.layout.expansion(item.metadata)
+                placeholder = Placeholder(len(token_ids), len(expansion))
+                placed.append(PromptItem(item.modality, item.mm_hash, placeholder, item.metadata))
+                token_ids += expansion
+            else:  # a vocabulary that has the placeholder as an ordinary piece as well
+                raise BadRequestError(f"this model cannot read {self.layout.placeholder_text!r} as text")
         return Prompt(token_ids, placed)
 
+    def _vocab_size(self, model_dir: Path) -> int:
+        """Rows of the model's head, which are often more than the tokenizer's tokens."""
+        config = read_settings(model_dir / "config.json")
+        size = config.get("text_config", {}).get("vocab_size") or config.get("vocab_size")
+        return size if isinstance(size, int) else self.tokenizer.get_vocab_size()
 
-def load_tokenizer(model_dir: Path) -> Tokenizer:
-    path = model_dir / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"{model_dir} has no tokenizer.json")
-    tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_padding()
+    def _eos_token_ids(self, model_dir: Path) -> tuple[int, ...]:
+        """The generation config's ids, which may be several; else the model's, else the tokenizer's."""
+        config = read_settings(model_dir / "config.json")
+        for settings in (read_settings(model_dir / "generation_config.json"), config.get("text_config", {}), config):
+            ids = settings.get("eos_token_id")
+            if ids is not None:
+                return (ids,) if isinstance(ids, int) else tuple(ids)
+        eos_id = self.tokenizer.token_to_id(self.template.named_tokens.get("eos_token", ""))
+        return () if eos_id is None else (eos_id,)
+
+
+def _load_tokenizer(file: Path) -> Tokenizer:
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such file; checkpoints need the tokenizer in this form")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises nothing more special
+        raise ConfigError(f"{file}: {error}") from error
     tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer

@@ -1,93 +1,129 @@
-"""The checkpoint's own chat template: messages to text, with one placeholder text where each media item stands.
+"""The checkpoint's chat template, rendered as transformers renders it. Called by `layout.py` in the router.
 
-Runs in the router, in a sandbox; called by `prompt/layout.py`. The environment offers what transformers offers.
+The template comes with the checkpoint and runs in jinja's sandbox; clients choose its variables only.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triptych.errors import BadRequestError, ConfigError
 
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ERROR_CHARS = 300  # a template may put whole messages into its exception
+
+# What expressions of a template raise on messages that they were not written for.
+_RENDER_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """A JSON object of the checkpoint; empty where there is no such file. Raises ConfigError if it is damaged."""
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} is not a JSON object")
+    return content
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's own text, for training; its content is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
 
 class ChatTemplate:
-    """A compiled template. Raises ConfigError where it does not compile."""
+    """`named_tokens` are variables of every render: bos_token, eos_token and the like."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    def __init__(self, source: str, named_tokens: Mapping[str, str] | None = None) -> None:
+        self.named_tokens = dict(named_tokens or {})
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template: Template = environment.from_string(source)
-        except TemplateError as error:
-            raise ConfigError(f"the checkpoint's chat template does not compile: {error}") from error
-        self._special_tokens = dict(special_tokens)
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
 
     @classmethod
     def load(cls, model_dir: Path) -> ChatTemplate:
-        """From chat_template.jinja, chat_template.json or tokenizer_config.json, in this order."""
-        config = _read_json(model_dir / "tokenizer_config.json")
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        return cls(_find_source(model_dir, config), {n: t for n in names if (t := _token_text(config.get(n)))})
+        """Raises ConfigError where the checkpoint has no template or one that is not valid."""
+        settings = read_settings(model_dir / "tokenizer_config.json")
+        return cls(_source(model_dir, settings), _named_tokens(settings))
 
-    def render(
-        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, kwargs: Mapping[str, object]
-    ) -> str:
-        """Raises BadRequestError when the template refuses the messages or cannot make sense of them."""
-        given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **kwargs: Any) -> str:
+        """The prompt's text. Raises BadRequestError where the template refuses the messages."""
+        # As in transformers: many templates take a missing key and fail on None.
+        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        variables = {**self.named_tokens, "tools": None, "documents": None, **kwargs}
+        variables |= {"messages": present, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(**{**self._special_tokens, **kwargs, **given})
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise BadRequestError(f"the chat template refused the messages: {error}", param="messages") from error
+            return self._template.render(variables)
+        except _RENDER_ERRORS as error:
+            raise BadRequestError(f"chat template: {error}"[:_ERROR_CHARS], param="messages") from error
 
 
-def _find_source(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str:
-    jinja = model_dir / "chat_template.jinja"
-    if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
-    source = _read_json(model_dir / "chat_template.json").get("chat_template") or tokenizer_config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+def _source(model_dir: Path, settings: dict[str, Any]) -> str:
+    try:
+        return (model_dir / "chat_template.jinja").read_text()
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{model_dir / 'chat_template.jinja'}: {error}") from error
+    source = read_settings(model_dir / "chat_template.json").get("chat_template") or settings.get("chat_template")
+    if isinstance(source, list):  # several templates by name
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if not isinstance(source, str):
-        raise ConfigError(f"{model_dir} has no chat template")
+        raise ConfigError(f"{model_dir} has no chat template: neither chat_template.jinja, nor `chat_template` in JSON")
     return source
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """{} when the file is missing."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    return content if isinstance(content, dict) else {}
+def _named_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    named = {name: settings.get(name) for name in _NAMED_TOKENS}
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        named |= extra
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _token_text(token: object) -> str:
-    """A special token is a string, or an object that has it as its content."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
-
-
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter escapes HTML; a prompt wants the characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
+    raise jinja2.TemplateError(message)
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.now(UTC).strftime(form)
+    return datetime.now().strftime(form)

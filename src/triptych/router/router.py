@@ -219,10 +219,11 @@ class Router:
         yield self._finish(prompt, media, output, num_cached_tokens or 0, marks)
 
     def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
-        return self._builder.detokenizer(
-            request.stop,
+        return IncrementalDetokenizer(
+            self._builder.tokenizer,
             skip_special_tokens=request.skip_special_tokens,
-            include_stop=request.include_stop_str_in_output,
+            stop=request.stop,
+            include_stop_str=request.include_stop_str_in_output,
         )
 
     async def _tokens(self, attempt: Attempt, output_ids: list[int]) -> AsyncGenerator[messages.TokenOutput, None]:

@@ -145,4 +145,6 @@ def build_language(
         prefill = PrefillStage(engine, requests, kv, parts.mail, parts.clock, config.handoff.lease_ttl_s)
     if Stage.DECODE in stages:
         decode = DecodeStage(engine, requests, memory, parts.address, parts.mail, parts.clock)
-    return LanguageStage(engine, prefill, decode, parts.transport, parts.mail, parts.clock, probe)
+    return LanguageStage(
+        engine, prefill, decode, parts.transport, parts.mail, parts.clock, probe, memory.layout.num_bytes
+    )

@@ -293,6 +293,10 @@ class EncodeStage:
     def num_cached_embeds(self) -> int:
         return self._num_cached_embeds
 
+    @property
+    def cached_bytes(self) -> int:
+        return self._cache.used_bytes
+
     def check(self) -> None:
         self._cache.check()
         for mm_hash, prepared in self._prepared.items():

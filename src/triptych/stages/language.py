@@ -51,6 +51,7 @@ class LanguageStage:
         mail: Mail,
         clock: Clock,
         probe: Callable[[], None],
+        kv_bytes: int,
     ) -> None:
         self._engine = engine
         self._prefill = prefill
@@ -59,6 +60,7 @@ class LanguageStage:
         self._mail = mail
         self._clock = clock
         self._probe = probe
+        self.kv_bytes = kv_bytes
         self.counters: dict[str, float] = dict.fromkeys(
             ("engine_steps_total", "engine_step_time_seconds_total", "prompt_tokens_computed_total",
              "embed_transfer_items_total", "embed_transfer_bytes_total", "embed_transfer_time_seconds_total",

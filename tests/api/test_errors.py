@@ -1,0 +1,249 @@
+"""Every error of the API: its status, its type and the field that it names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from triptych.api.unsupported import NEUTRAL
+from triptych.errors import (
+    BadRequestError,
+    DeadlineExceededError,
+    EngineError,
+    MediaError,
+    MediaTimeoutError,
+    NoCapacityError,
+    OverloadedError,
+)
+
+CHAT = "/v1/chat/completions"
+
+
+def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
+    """Status, type and param; checks the form of the body on the way."""
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == response.status_code
+    assert error["message"]
+    return response.status_code, error["type"], error["param"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"{", None),
+        (b"", None),
+        (b"[1]", None),
+        (b"\xff\xfe", None),
+        (b"[" * 19_000, None),
+        (b'{"messages":' + b"[" * 19_000, None),
+        (b"{}", "body.messages"),
+        (b'{"messages": "hi"}', "body.messages"),
+        (b'{"messages": [{"content": "hi"}]}', "body.messages.0.role"),
+        (b'{"messages": [{"role": "user"}]}', "body.messages.0.content"),
+        (b'{"messages": [{"role": "user", "content": 3}]}', "body.messages.0.content"),
+        (b'{"messages": [{"role": "user", "content": [3]}]}', "body.messages.0.content.0"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "body.messages.0.content.0.text"),
+        (b'{"messages": [{"role": "user", "content": [{}]}]}', "body.messages.0.content.0.type"),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
+            "body.messages.0.content.0.image_url.url",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            "body.messages.0.content.0.image_url",
+        ),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": "3"}', "body.max_tokens"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "stream": 1}', "body.stream"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "stop": [1]}', "body.stop.0"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "stop_token_ids": ["x"]}', "body.stop_token_ids.0"),
+    ],
+)
+async def test_malformed_body(api: Any, body: bytes, param: str | None) -> None:
+    response = await api.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert error_of(response) == (400, "Bad Request", param)
+    assert api.router.requests == []
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_other_content_type(api: Any, content_type: str) -> None:
+    response = await api.http.post(CHAT, content=b"{}", headers={"content-type": content_type})
+    assert error_of(response) == (400, "Bad Request", None)
+
+
+async def test_charset_in_the_content_type_is_fine(api: Any) -> None:
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    headers = {"content-type": "application/json; charset=utf-8"}
+    assert (await api.http.post(CHAT, content=body, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 101}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_completion_tokens": -1, "max_tokens": 3}, "max_completion_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 4, "max_tokens": 3}, "min_tokens"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop_token_ids": [3, -1]}, "stop_token_ids"),
+        ({"priority": 2**63}, "priority"),
+        ({"request_id": "two words"}, "request_id"),
+        ({"request_id": ""}, "request_id"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "critic", "content": "hi"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages.0.content.0"),
+    ],
+)
+async def test_value_out_of_range(api: Any, fields: dict[str, object], param: str) -> None:
+    assert error_of(await api.chat(**fields)) == (400, "BadRequestError", param)
+    assert api.router.requests == []
+
+
+NOT_NEUTRAL: dict[str, object] = {
+    "n": 3,
+    "best_of": 2,
+    "logprobs": True,
+    "top_logprobs": 3,
+    "logit_bias": {"5": 1},
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "response_format": {"type": "json_object"},
+    "tools": [{"type": "function"}],
+    "tool_choice": "auto",
+    "function_call": "auto",
+    "reasoning_effort": "high",
+    "verbosity": "low",
+    "modalities": ["audio"],
+    "repetition_penalty": 1.1,
+    "length_penalty": 0.5,
+    "spaces_between_special_tokens": False,
+    "allowed_token_ids": [],
+    "prompt_logprobs": 0,
+    "truncate_prompt_tokens": 5,
+    "chat_template": "{{ messages }}",
+    "mm_payload": {},
+}
+
+
+@pytest.mark.parametrize("field", sorted(NEUTRAL))
+async def test_unsupported_field(api: Any, field: str) -> None:
+    value = NOT_NEUTRAL.get(field, "anything")
+    assert error_of(await api.chat(**{field: value})) == (400, "BadRequestError", field)
+
+
+async def test_neutral_and_unknown_fields_change_nothing(api: Any) -> None:
+    neutral = {field: values[0] if values else None for field, values in NEUTRAL.items()}
+    assert (await api.chat(**neutral, zzz=1, user="me", parallel_tool_calls=True)).status_code == 200
+    assert (await api.chat(**dict.fromkeys(NEUTRAL))).status_code == 200
+    assert (await api.chat(presence_penalty=0.0, repetition_penalty=1.0)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "video_url", "video_url": {"url": "data:,"}}, "messages.0.content.0"),
+        ({"type": "input_audio", "input_audio": {}}, "messages.0.content.0"),
+        ({"type": "image_embeds", "image_embeds": "AAAA"}, "messages.0.content.0"),
+        ({"image_embeds": "AAAA"}, "messages.0.content.0"),
+        ({"type": "image_url", "image_url": None, "uuid": "x"}, "messages.0.content.0.image_url"),
+    ],
+)
+async def test_unsupported_part(api: Any, part: dict[str, object], param: str) -> None:
+    response = await api.chat(messages=[{"role": "user", "content": [part]}])
+    assert error_of(response) == (400, "BadRequestError", param)
+
+
+async def test_unknown_model(api: Any) -> None:
+    assert error_of(await api.chat(model="gpt-9")) == (404, "NotFoundError", "model")
+    assert error_of(await api.http.get("/v1/models/gpt-9")) == (404, "NotFoundError", "model")
+
+
+async def test_no_route_and_wrong_method(api: Any) -> None:
+    response = await api.http.get("/v1/nothing")
+    assert (response.status_code, response.json()) == (404, {"detail": "Not Found"})
+    response = await api.http.get(CHAT)
+    assert (response.status_code, response.json()) == (405, {"detail": "Method Not Allowed"})
+    assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (MediaError("not an image", param="messages"), 400, "BadRequestError"),
+        (BadRequestError("too long", param="max_tokens"), 400, "BadRequestError"),
+        (MediaTimeoutError("slow"), 504, "GatewayTimeoutError"),
+        (DeadlineExceededError("slow"), 504, "GatewayTimeoutError"),
+        (EngineError("step"), 500, "InternalServerError"),
+        (OverloadedError("full"), 503, "ServiceUnavailableError"),
+        (NoCapacityError("no encode"), 503, "ServiceUnavailableError"),
+    ],
+)
+async def test_error_of_the_router_is_the_status(api: Any, error: Any, status: int, kind: str, stream: bool) -> None:
+    api.router.script = [error]
+    response = await api.chat(stream=stream)
+    assert error_of(response) == (status, kind, error.param)
+    assert response.headers.get("retry-after") == ("1" if status == 503 else None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_our_own_bug_is_a_500_that_tells_nothing(api: Any, stream: bool) -> None:
+    api.router.script = [RuntimeError("secret")]
+    response = await api.chat(stream=stream)
+    assert error_of(response) == (500, "InternalServerError", None)
+    assert "secret" not in response.text
+
+
+async def test_body_too_large_by_its_header_is_not_read(api: Any) -> None:
+    async def never() -> Any:
+        raise AssertionError("the body was read")
+        yield b""
+
+    headers = {"content-type": "application/json", "content-length": "20001"}
+    response = await api.http.post(CHAT, content=never(), headers=headers)
+    assert error_of(response) == (413, "RequestEntityTooLargeError", None)
+
+
+async def test_body_too_large_while_reading(api: Any) -> None:
+    read = 0
+
+    async def chunks() -> Any:
+        nonlocal read
+        for _ in range(100):
+            read += 1
+            yield b" " * 1000
+
+    response = await api.http.post(CHAT, content=chunks(), headers={"content-type": "application/json"})
+    assert error_of(response) == (413, "RequestEntityTooLargeError", None)
+    assert read <= 22
+
+
+async def test_closed_admission(api: Any) -> None:
+    api.admission.close()
+    response = await api.chat()
+    assert error_of(response) == (503, "ServiceUnavailableError", None)
+    assert response.headers["retry-after"] == "1"
+
+
+async def test_a_refused_request_is_counted_and_logged_without_its_text(api: Any, caplog: Any) -> None:
+    with caplog.at_level("INFO", logger="triptych.request"):
+        await api.chat(temperature=-1, messages=[{"role": "user", "content": "my secret"}])
+    assert b'triptych:request_failure_total{error="BadRequestError"} 1.0' in api.metrics.render()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "triptych.request"]
+    assert "status=400 error=BadRequestError" in line
+    assert "secret" not in caplog.text
