@@ -15,12 +15,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
 import msgspec
-import psutil
 import pytest
 
 from triptych.api.admission import Admission
@@ -163,9 +162,20 @@ def num_lives(running: Deployment, name: str) -> int:
     return Path(running.runtime_dir, f"{name}.lives").read_text().count("\n")
 
 
-async def until(condition: object, what: str) -> None:
-    """Waits at most 10 s for a callable to be true."""
-    assert callable(condition)
+def is_there(path: str) -> bool:
+    return Path(path).exists()
+
+
+def lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Waits at most 10 s for the condition."""
     for _ in range(1000):
         if condition():
             return
@@ -247,8 +257,8 @@ async def test_start_serve_and_clean_stop() -> None:
     assert isinstance(router, PlayRouter)
     assert router.log == ["start", "close"]
     assert sorted(router.registry.log) == ["left encode-0", "left prefill-decode-0"]
-    assert not Path(runtime_dir).exists()
-    assert all(pid is not None and not psutil.pid_exists(pid) for pid in pids)
+    assert not is_there(runtime_dir)
+    assert all(pid is not None and not lives(pid) for pid in pids)
     assert any(line.startswith("ready after") for line in LINES)
     assert any("encode-0" in line and "1 of 2 shards" in line for line in LINES)
 
@@ -358,5 +368,6 @@ async def test_workers_leave_when_their_parent_was_killed(tmp_path: Path) -> Non
     )
     out, err = await process.communicate()
     assert out, err.decode()
-    *pids, _ = json.loads(out)
-    await until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the workers are gone")
+    *pids, runtime_dir = json.loads(out)
+    await until(lambda: not any(lives(pid) for pid in pids), "the workers are gone")
+    assert not is_there(runtime_dir)

@@ -127,6 +127,7 @@ class Deployment:
         self._server: ApiServer | None = None
         self._supervisor: Supervisor | None = None
         self._announcer: asyncio.Task[None] | None = None
+        self._announced: set[str] = set()  # epochs
         self._forced = asyncio.Event()
 
     async def __aenter__(self) -> Deployment:
@@ -189,16 +190,19 @@ class Deployment:
             if time.monotonic() > deadline_s:
                 raise ConfigError(f"the workers were not ready within {START_TIMEOUT_S:.0f} s")
             await asyncio.sleep(POLL_S)
+        self._announce_new(router)
 
     async def _announce(self, router: RunningRouter) -> None:
-        """A line for every life of a worker that registered."""
-        known: set[str] = set()
         while True:
-            for worker in router.registry.workers():
-                if worker.info.address.epoch not in known:
-                    known.add(worker.info.address.epoch)
-                    self._say(describe_worker(worker.info))
+            self._announce_new(router)
             await asyncio.sleep(POLL_S)
+
+    def _announce_new(self, router: RunningRouter) -> None:
+        """A line for every life of a worker that registered."""
+        for worker in router.registry.workers():
+            if worker.info.address.epoch not in self._announced:
+                self._announced.add(worker.info.address.epoch)
+                self._say(describe_worker(worker.info))
 
     async def failed(self) -> str:
         """Waits until a worker is given up, and says why."""

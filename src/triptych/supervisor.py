@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -177,7 +178,7 @@ def worker_main(target: RunWorker | None, config: Config, worker: WorkerConfig) 
     """The child's entry. Without a target it is `triptych.worker.run`, imported here: the parent has no torch."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     log_lines.set_up(config.api.log_level)
-    threading.Thread(target=_follow_parent, name="follow-parent", daemon=True).start()
+    threading.Thread(target=_follow_parent, args=[worker.runtime_dir], name="follow-parent", daemon=True).start()
     if target is None:
         from triptych.worker import run
 
@@ -189,13 +190,17 @@ def worker_main(target: RunWorker | None, config: Config, worker: WorkerConfig) 
         sys.exit(1)
 
 
-def _follow_parent() -> None:
-    """Leave when the parent is gone, however it went: SIGTERM to ourselves, a second one, then the hard way."""
+def _follow_parent(runtime_dir: str) -> None:
+    """Leave when the parent is gone, however it went: SIGTERM to ourselves, a second one, then the hard way.
+
+    The runtime directory was the parent's to remove; nobody can use its sockets any more.
+    """
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     multiprocessing.connection.wait([parent.sentinel])
     logger.warning("the parent process is gone, leaving")
+    shutil.rmtree(runtime_dir, ignore_errors=True)
     for wait_s in (ORPHAN_DRAIN_S, ORPHAN_FORCE_S):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(wait_s)

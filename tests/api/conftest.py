@@ -93,6 +93,7 @@ class FakeRouter:
         self.script: list[Event | Exception | asyncio.Event] = [TextDelta("a ", 1), TextDelta("cat", 2), FINISHED]
         self.requests: list[Request] = []
         self.num_closed = 0
+        self.num_cancelled = 0  # closed before the end of the script
         self.waiting = asyncio.Event()  # set while the script waits
         self.is_ready = True
         self.sick: dict[str, str] = {}
@@ -108,6 +109,9 @@ class FakeRouter:
                     await step.wait()
                 else:
                     yield step
+        except (asyncio.CancelledError, GeneratorExit):
+            self.num_cancelled += 1
+            raise
         finally:
             self.num_closed += 1
 

@@ -43,7 +43,7 @@ async def test_whole_answer(api: Any) -> None:
     assert choice["message"]["tool_calls"] == []
     assert (choice["index"], choice["finish_reason"], choice["stop_reason"]) == (0, "stop", None)
     assert "timing" not in body
-    assert api.router.num_closed == 1
+    assert (api.router.num_closed, api.router.num_cancelled) == (1, 0)
     assert api.admission.num_inside == 0
 
 
@@ -72,7 +72,7 @@ async def test_stream(api: Any) -> None:
     ]  # fmt: skip
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, "stop"]
     assert all("usage" not in chunk and "timing" not in chunk for chunk in chunks)
-    assert api.router.num_closed == 1
+    assert (api.router.num_closed, api.router.num_cancelled) == (1, 0)
     assert api.admission.num_inside == 0
 
 
@@ -153,7 +153,7 @@ async def test_client_gone_closes_the_router_iterator_at_once(api: Any, stream: 
     assert api.router.num_closed == 0
     client.gone.set()
     await asyncio.wait_for(running, 1)
-    assert api.router.num_closed == 1
+    assert (api.router.num_closed, api.router.num_cancelled) == (1, 1)
 
 
 async def test_a_send_that_fails_closes_the_router_iterator(api: Any) -> None:
@@ -161,7 +161,7 @@ async def test_a_send_that_fails_closes_the_router_iterator(api: Any) -> None:
     client = RawClient(api.router, stream=True)
     client.broken = True
     await asyncio.wait_for(client.run(), 1)
-    assert api.router.num_closed == 1
+    assert (api.router.num_closed, api.router.num_cancelled) == (1, 1)
 
 
 async def test_server_shutdown_closes_the_router_iterator(api: Any) -> None:
@@ -171,7 +171,7 @@ async def test_server_shutdown_closes_the_router_iterator(api: Any) -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert api.router.num_closed == 1
+    assert (api.router.num_closed, api.router.num_cancelled) == (1, 1)
 
 
 async def test_wait_idle_returns_when_the_last_request_left(api: Any) -> None:

@@ -6,9 +6,10 @@ import re
 
 from PIL import Image
 
-from media.pictures import encoded, noise
 from triptych.media.hash import mm_hash
 from triptych.types import Modality
+
+from .pictures import encoded, noise
 
 RED = encoded(Image.new("RGB", (32, 32), "red"), "PNG")
 BLUE = encoded(Image.new("RGB", (32, 32), "blue"), "PNG")

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image, ImageFile
 
-from media.pictures import encoded, exif_orientation, noise, red_left_edge
 from triptych.config import MediaConfig
 from triptych.errors import MediaError
 from triptych.media.header import FORMATS
 from triptych.media.probe import probe_image
 from triptych.types import ImageSize
+
+from .pictures import encoded, exif_orientation, noise, red_left_edge
 
 LIMITS = MediaConfig()
 

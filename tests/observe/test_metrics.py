@@ -29,10 +29,10 @@ class Worker:
     state: str = "live"
 
 
-def worker(name: str, load: Load | None = None, **counters: float) -> Worker:
+def worker(name: str, counters: dict[str, float] | None = None, load: Load | None = None) -> Worker:
     address = WorkerAddress(name, "e", "", "")
     weights = WeightsReport(2, 3, 20, 30, 0.5)
-    return Worker(WorkerInfo(address, [Stage.ENCODE], "v", "demo", 10, weights, 1), load or Load(), counters)
+    return Worker(WorkerInfo(address, [Stage.ENCODE], "v", "demo", 10, weights, 1), load or Load(), counters or {})
 
 
 def values(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -93,10 +93,10 @@ def test_other_ends_and_encodes_avoided() -> None:
 
 
 def test_workers_counters_follow_the_registry() -> None:
-    metrics, workers = Metrics(), [worker("encode-0", encode_forwards_total=4, encoder_cache_embeds=70)]
+    metrics, workers = Metrics(), [worker("encode-0", {"encode_forwards_total": 4, "encoder_cache_embeds": 70})]
     metrics.watch(lambda: workers)
     assert values(metrics)["encode_forwards_total", "encode-0"] == 4
-    workers.append(worker("encode-1", encode_forwards_total=1))
+    workers.append(worker("encode-1", {"encode_forwards_total": 1}))
     found = values(metrics)
     assert (found["encode_forwards_total", "encode-1"], found["encoder_cache_embeds", "encode-0"]) == (1, 70)
     text = metrics.render().decode()
@@ -109,7 +109,8 @@ def test_workers_counters_follow_the_registry() -> None:
 
 def test_loads_and_weights() -> None:
     metrics = Metrics()
-    metrics.watch(lambda: [worker("p", Load(num_running=2, num_waiting=3, num_free_blocks=1, num_total_blocks=4))])
+    load = Load(num_running=2, num_waiting=3, num_free_blocks=1, num_total_blocks=4)
+    metrics.watch(lambda: [worker("p", load=load)])
     found = values(metrics)
     assert (found["num_requests_running", "p"], found["num_requests_waiting", "p"]) == (2, 3)
     assert found["kv_cache_usage_perc", "p"] == 0.75
@@ -122,7 +123,7 @@ def test_a_worker_cannot_break_the_page() -> None:
     metrics = Metrics()
     odd = {"prompt_tokens_total": 1.0, "no name": 2.0, "x\n": 3.0, "": 4.0, "good_total": 5.0}
     odd |= {"num_requests_running": 6.0, "weights_bytes_read": 7.0}
-    metrics.watch(lambda: [worker("p", **odd)])
+    metrics.watch(lambda: [worker("p", odd)])
     found = values(metrics)
     assert found["good_total", "p"] == 5
     assert found["prompt_tokens_total",] == 0

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from triptych.api.answer import AnswerForm, Completion
 from triptych.api.openai import error_body
 from triptych.errors import EngineError, TriptychError
-from triptych.types import Event, Finished, TextDelta
+from triptych.types import Event, Finished
 
 T = TypeVar("T")
 
@@ -60,13 +60,17 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def complete(events: AsyncIterator[Event], form: AnswerForm) -> Completion:
-    """The whole answer. Raises what the router raises."""
+    """The whole answer. Raises what the router raises. Reads on after `Finished`, so that the router ends in peace."""
     text: list[str] = []
+    end: Finished | None = None
     async for event in events:
         if isinstance(event, Finished):
-            return form.completion("".join(text), event)
-        text.append(event.text)
-    raise EngineError("the request ended without a terminal event")
+            end = event
+        else:
+            text.append(event.text)
+    if end is None:
+        raise EngineError("the request ended without a terminal event")
+    return form.completion("".join(text), end)
 
 
 async def first_event(events: AsyncIterator[Event]) -> Event:
@@ -105,17 +109,18 @@ class EventStream(Response):
         """The payload of each server-sent event in order."""
         encode = msgspec.json.Encoder().encode
         yield encode(self._form.opening())
+        ended = False
         try:
             async for event in self._all_events():
-                if isinstance(event, TextDelta):
-                    if event.text:
-                        yield encode(self._form.delta(event.text))
-                    continue
-                for chunk in self._form.endings(event):
-                    yield encode(chunk)
-                yield b"[DONE]"
-                return
-            raise EngineError("the request ended without a terminal event")
+                if isinstance(event, Finished):
+                    ended = True
+                    for chunk in self._form.endings(event):
+                        yield encode(chunk)
+                    yield b"[DONE]"
+                elif event.text:
+                    yield encode(self._form.delta(event.text))
+            if not ended:
+                raise EngineError("the request ended without a terminal event")
         except TriptychError as error:
             yield encode(error_body(error))
         except Exception as error:
@@ -124,6 +129,5 @@ class EventStream(Response):
 
     async def _all_events(self) -> AsyncIterator[Event]:
         yield self._first
-        if not isinstance(self._first, Finished):
-            async for event in self._events:
-                yield event
+        async for event in self._events:
+            yield event

@@ -6,6 +6,7 @@ Pictures and answers are kept in `demo-output/`. Needs no network and no GPU.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import base64
 import io
 import json
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 NUM_QUESTIONS = 6
 MAX_TOKENS = 48
 MODEL = "demo"
+HEARTBEATS_S = 1.2  # until every worker has told its last counts
 TASKS: Sequence[Task] = ("title", "number", "count", "stamp", "colour", "list")
 COUNTERS = ("encode_forwards_total", "encode_items_total", "encode_embeds_total", "embed_transfer_items_total")
 
@@ -85,6 +87,7 @@ async def ask_all(url: str, output: Path, seed: int) -> bool:
             record |= answer
             say(f"   expected: {question.answer}\n   answer:   {record.get('answer', record.get('error'))}")
             records.append(record)
+        await asyncio.sleep(HEARTBEATS_S)
         workers = (await client.get("/topology")).json()["workers"]
     _report(workers, timing)
     _write(output, records, workers)

@@ -30,12 +30,16 @@ class Leases:
         self._ttl_s = ttl_s
         self._leases: dict[int, _Lease] = {}  # in order of id, so in order of expiry: there is one ttl
         self._next_id = 1
+        self._dead_epochs: set[str] = set()  # one short string a death
         self.num_expired = 0  # since the start; a metric
 
     def grant(self, consumer: str, consumer_epoch: str, request: tuple[str, int], free: Callable[[], None]) -> int:
-        """The id of a new lease, unique in this process's life."""
+        """The id of a new lease, unique in this process's life. A lease to a dead consumer is over at once."""
         lease_id = self._next_id
         self._next_id += 1
+        if consumer_epoch in self._dead_epochs:
+            free()
+            return lease_id
         self._leases[lease_id] = _Lease(consumer, consumer_epoch, request, free, self._clock.now() + self._ttl_s)
         return lease_id
 
@@ -52,7 +56,8 @@ class Leases:
         return self._release_all([i for i, lease in self._leases.items() if lease.request == request])
 
     def drop_consumer(self, epoch: str) -> int:
-        """End all leases of a dead consumer; returns how many."""
+        """End all leases of a dead consumer, those granted later too; returns how many."""
+        self._dead_epochs.add(epoch)
         return self._release_all([i for i, lease in self._leases.items() if lease.consumer_epoch == epoch])
 
     def expire(self) -> int:

@@ -42,7 +42,7 @@ _OTHER_TYPES = (
     (re.compile(rb"\s*<(?:!DOCTYPE html|html|head|body)", re.I), "text/html"),
     (re.compile(rb"%PDF-"), "application/pdf"),
     (re.compile(rb"(?s:.{4})ftyp(?:heic|heix|heim|heis|hevc|mif1|msf1)"), "image/heic"),
-    (re.compile(rb"(?s:.{4})ftyp"), "video/mp4"),
+    (re.compile(rb"(?s:.{4})ftyp(?!avi[fs])"), "video/mp4"),
     (re.compile(rb"\x1aE\xdf\xa3"), "video/webm"),
     (re.compile(rb"\x00\x00\x01\x00"), "image/x-icon"),
     (re.compile(rb"8BPS"), "image/vnd.adobe.photoshop"),

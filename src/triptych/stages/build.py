@@ -33,6 +33,7 @@ from triptych.transport.base import Transport
 from triptych.types import Stage, WeightsReport, WorkerAddress
 
 LEAST_EMBED_POOL_BYTES = 32 << 20  # room for what is published and not yet fetched, whatever the cache keeps
+PACKED_WIDTH = 512  # hidden size
 STAGING_BYTES = 64 << 20  # for KV blocks of a device that other workers cannot map
 
 
@@ -114,8 +115,10 @@ def load_language(
     parts: WorkerParts, stages: Sequence[Stage], progress: Progress
 ) -> tuple[LanguageStage, WeightsReport]:
     memory = kv_memory(parts)
-    # Packed weights are private copies and only pay for few rows a step, which is what decode has.
-    runner = ModelRunner.load(parts.spec, memory.tensor, pack_linears=Stage.DECODE in stages, progress=progress)
+    # Packed weights are private copies: they pay for the few rows of decode, from about this width on, and only in
+    # bfloat16 are they bit for bit what plain ones give (docs/decisions/0003).
+    pack = Stage.DECODE in stages and parts.spec.dtype == "bfloat16" and parts.spec.family.text.hidden >= PACKED_WIDTH
+    runner = ModelRunner.load(parts.spec, memory.tensor, pack_linears=pack, progress=progress)
     return build_language(parts, stages, memory, runner, runner.probe), runner.report
 
 
