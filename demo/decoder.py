@@ -235,7 +235,7 @@ def _stream(conversations: Conversations, steps: int) -> Iterator[list[Example]]
     step = 0
     while step < steps:
         progress = step / steps
-        max_images = 1 if progress < 0.2 else 4 if progress < 0.5 else MAX_IMAGES
+        max_images = 1 if progress < 0.25 else 3 if progress < 0.4 else MAX_IMAGES
         for batch in conversations.batches(max_images):
             yield batch
             step += 1

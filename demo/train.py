@@ -36,8 +36,8 @@ from vision import train_tower
 
 SEED = 0
 VISION_STEPS = 3000
-DECODER_STEPS = 1550
-PAGES = 5000  # encoded once, and drawn from for every conversation
+DECODER_STEPS = 1800
+PAGES = 3500  # encoded once, and drawn from for every conversation
 EACH = 40  # held-out questions for each task
 
 

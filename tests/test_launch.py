@@ -24,9 +24,10 @@ import pytest
 
 from triptych.api.admission import Admission
 from triptych.api.app import create_app
+from triptych.cli.foreground import serve
 from triptych.config import ApiConfig, Config, RouterConfig, WorkerConfig
 from triptych.errors import ConfigError
-from triptych.launch import Deployment, Serving, serve
+from triptych.launch import Deployment, Serving
 from triptych.observe.metrics import Metrics
 from triptych.placement import Placement, parse_pins
 from triptych.supervisor import RestartPolicy
@@ -172,6 +173,10 @@ def lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -346,6 +351,19 @@ def test_a_taken_port_on_the_command_line() -> None:
     assert done.stderr == f"triptych: port {port} on 127.0.0.1 is taken; choose another with --port, or 0 for any\n"
 
 
+async def start_script(tmp_path: Path, text: str) -> asyncio.subprocess.Process:
+    """A parent process and group of its own, with this repository and `tmp_path` on its path."""
+    script = tmp_path / "parent.py"
+    script.write_text(text)
+    path = os.pathsep.join([str(Path(__file__).parent.parent), str(tmp_path)])
+    pipe = asyncio.subprocess.PIPE
+    environment = os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, str(script)]
+    return await asyncio.create_subprocess_exec(
+        *command, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+    )
+
+
 ORPHANS = """
 import asyncio, json, os, signal
 from tests.test_launch import deployment
@@ -359,15 +377,54 @@ if __name__ == "__main__":
 
 
 async def test_workers_leave_when_their_parent_was_killed(tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(ORPHANS)
-    root = str(Path(__file__).parent.parent)
-    environment = os.environ | {"PYTHONPATH": root, "TMPDIR": str(tmp_path)}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment
-    )
+    process = await start_script(tmp_path, ORPHANS)
     out, err = await process.communicate()
     assert out, err.decode()
     *pids, runtime_dir = json.loads(out)
     await until(lambda: not any(lives(pid) for pid in pids), "the workers are gone")
     assert not is_there(runtime_dir)
+
+
+INTERRUPTED = """
+import asyncio
+from tests.test_launch import deployment
+from triptych.cli.foreground import serve
+async def main():
+    say = lambda line: print(line, flush=True)
+    return await serve(deployment("EPD", preload=["slow_preload"], say=say), say)
+if __name__ == "__main__":
+    raise SystemExit(asyncio.run(main()))
+"""
+
+
+async def test_ctrl_c_of_the_whole_group_while_the_fork_server_still_imports(tmp_path: Path) -> None:
+    (tmp_path / "slow_preload.py").write_text("import time; time.sleep(1.5)")
+    process = await start_script(tmp_path, INTERRUPTED)
+    assert process.stdout is not None
+    while not (line := (await process.stdout.readline()).decode()).startswith("runtime files in "):
+        assert line, "it ended"
+    await asyncio.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = await asyncio.wait_for(process.communicate(), 10)
+    assert (process.returncode, out, err) == (0, b"stopping; once more to force\n", b"")
+    assert not is_there(line.split()[-1])
+
+
+async def test_workers_come_back_when_the_fork_server_was_killed() -> None:
+    async with deployment("EPD") as running:
+        first = running.pid("epd-0")
+        assert first is not None
+        fork_server = parent_of(first)
+        os.kill(fork_server, signal.SIGKILL)
+        await until(lambda: running.pid("epd-0") not in (None, first) and running.router.ready(), "a second life")
+        await until(lambda: not lives(first), "the first life is gone")
+        assert is_there(running.runtime_dir)
+
+
+async def test_two_routers_cannot_share_a_runtime_directory(tmp_path: Path) -> None:
+    options = {"runtime_dir": str(tmp_path / "run")}
+    async with deployment("EPD", **options):
+        with pytest.raises(ConfigError, match="in use by another router"):
+            async with deployment("EPD", **options):
+                pass
+    assert is_there(options["runtime_dir"])

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import signal
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from starlette.types import ASGIApp
 
@@ -25,11 +22,12 @@ from triptych.api.server import ApiServer, bind, url_of
 from triptych.config import Config
 from triptych.errors import ConfigError
 from triptych.observe.metrics import Metrics
-from triptych.observe.startup import curl_line, describe_worker
+from triptych.observe.startup import describe_worker
 from triptych.placement import Pins, Placement
+from triptych.runtime_dir import RuntimeDir
 from triptych.supervisor import PRELOAD, RestartPolicy, RunWorker, Supervisor
 
-__all__ = ["Deployment", "Pins", "Placement", "compose", "serve"]
+__all__ = ["Deployment", "Pins", "Placement", "compose"]
 
 ENVIRONMENT = {  # inherited by the fork server, which reads it when it imports torch
     "OMP_NUM_THREADS": "1",
@@ -41,7 +39,6 @@ WORKER_GRACE_S = 10.0  # from SIGTERM to SIGKILL, after the running requests wer
 START_TIMEOUT_S = 600.0
 POLL_S = 0.05
 
-T = TypeVar("T")
 Say = Callable[[str], None]
 
 
@@ -115,8 +112,9 @@ class Deployment:
         self.config = config
         self.placement = placement
         self.url = ""
-        self.runtime_dir = runtime_dir
-        self._own_runtime_dir = not runtime_dir
+        self.runtime_dir = ""  # holds the unix sockets; set by `start`
+        self._given_dir = runtime_dir
+        self._runtime_dir: RuntimeDir | None = None
         self._pins = pins or {}
         self._say = say
         self._compose = compose
@@ -148,11 +146,9 @@ class Deployment:
         api = self.config.api
         sock = bind(api.host, api.port)  # first: nothing heavy starts for a port that is taken
         self.url = url_of(sock)
-        if self._own_runtime_dir:
-            self.runtime_dir = tempfile.mkdtemp(prefix="tri-", dir=_short_temp())
-        else:
-            os.makedirs(self.runtime_dir, mode=0o700, exist_ok=True)
         try:
+            self._runtime_dir = RuntimeDir(self._given_dir)
+            self.runtime_dir = self._runtime_dir.path
             serving = self._serving = self._compose(self.config, self.runtime_dir)
         except BaseException:
             sock.close()
@@ -247,8 +243,9 @@ class Deployment:
             await self._serving.router.close()
         if self._server is not None:
             await self._server.stop()
-        if self._own_runtime_dir and self.runtime_dir:
-            shutil.rmtree(self.runtime_dir, ignore_errors=True)
+        if self._runtime_dir is not None:
+            self._runtime_dir.close()
+            self._runtime_dir = None
         self._serving = self._server = self._supervisor = self._announcer = None
 
     async def _drain(self, admission: Admission) -> None:
@@ -260,68 +257,3 @@ class Deployment:
         for task in (idle, forced):
             task.cancel()
         await asyncio.gather(idle, forced, return_exceptions=True)
-
-
-def _short_temp() -> str:
-    """Unix sockets lie in the runtime directory, and their paths may have 108 bytes."""
-    temp = tempfile.gettempdir()
-    return temp if len(temp) <= 40 else "/tmp"
-
-
-async def serve(deployment: Deployment, say: Say, then: Callable[[], Awaitable[int | None]] | None = None) -> int:
-    """Until SIGINT or SIGTERM; a second one forces. Gives the exit code, or raises what kept it from starting.
-
-    `then` runs once all is ready; an exit code from it ends the deployment.
-    """
-    loop = asyncio.get_running_loop()
-    told = asyncio.Event()
-
-    def on_signal() -> None:
-        if told.is_set():
-            say("forced to stop")
-            deployment.force()
-        else:
-            say("stopping; once more to force")
-            told.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    try:
-        return await _until_told(deployment, told, say, then)
-    finally:
-        await deployment.stop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
-async def _until_told(
-    deployment: Deployment, told: asyncio.Event, say: Say, then: Callable[[], Awaitable[int | None]] | None
-) -> int:
-    if await _before(told, deployment.start()) is None:
-        return 0
-    if then is not None:
-        answered = await _before(told, then())
-        code = 0 if answered is None else answered.result()
-        if code is not None:
-            return code
-    elif deployment.placement is not None:
-        say(curl_line(deployment.url, deployment.router.model_name))
-    failed = await _before(told, deployment.failed())
-    if failed is None:
-        return 0
-    say(failed.result())
-    return 1
-
-
-async def _before(told: asyncio.Event, work: Awaitable[T]) -> asyncio.Future[T] | None:
-    """`work`, done, or None when we were told to stop first and it was cancelled. Raises what `work` raises."""
-    task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(told.wait())
-    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    done = task.done()
-    task.cancel()
-    stopping.cancel()
-    await asyncio.gather(task, stopping, return_exceptions=True)
-    if not done:
-        return None
-    task.result()
-    return task

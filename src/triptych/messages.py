@@ -156,6 +156,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
 
     request_id: str
     attempt: int
+    index: int  # of the first of them among all output tokens: a decode worker's can overtake the prefill worker's
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop_token_ids entry that ended it

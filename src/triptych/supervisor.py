@@ -11,18 +11,19 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 
 from triptych.config import Config, WorkerConfig
 from triptych.errors import TriptychError
 from triptych.observe import logging as log_lines
+from triptych.runtime_dir import remove_if_orphaned
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class Supervisor:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def start(self, workers: Sequence[WorkerConfig]) -> None:
+        _start_fork_server()
         for worker in workers:
             child = self._children[worker.name] = Child(worker)
             self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep-{worker.name}"))
@@ -112,7 +114,9 @@ class Supervisor:
         if late:
             self._say("workers that did not leave in time are killed")
             self.kill_all()
-        await asyncio.gather(*self._tasks)
+        for ended in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                logger.error("a worker was not watched to its end", exc_info=ended)
 
     async def _keep(self, child: Child) -> None:
         """One life after the other, until stopping or given up."""
@@ -131,11 +135,15 @@ class Supervisor:
                 continue
 
     async def _live(self, child: Child) -> int | None:
-        """Start the process, wait for its end, give its exit code."""
+        """Start the process, wait for its end, give its exit code, or None if it could not be started."""
         process = self._context.Process(
             target=worker_main, args=(self._target, self._config, child.config), name=child.config.name
         )
-        await asyncio.to_thread(process.start)  # the first one waits for the fork server's imports
+        try:
+            await asyncio.to_thread(process.start)  # the first one waits for the fork server's imports
+        except (EOFError, OSError) as error:
+            logger.error("the fork server did not start %s: %s", child.config.name, error)
+            return None
         child.process = process
         if self._stopping.is_set():
             process.terminate()
@@ -169,9 +177,21 @@ class Supervisor:
 
 
 def _describe(code: int | None) -> str:
-    if code is not None and code < 0:
-        return signal.Signals(-code).name
-    return f"exit code {code}"
+    if code is None:
+        return "no process"
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _start_fork_server() -> None:
+    """With SIGINT ignored, which it inherits: Ctrl-C reaches the whole group while it still imports torch."""
+    if threading.current_thread() is not threading.main_thread():
+        forkserver.ensure_running()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def worker_main(target: RunWorker | None, config: Config, worker: WorkerConfig) -> None:
@@ -191,16 +211,13 @@ def worker_main(target: RunWorker | None, config: Config, worker: WorkerConfig) 
 
 
 def _follow_parent(runtime_dir: str) -> None:
-    """Leave when the parent is gone, however it went: SIGTERM to ourselves, a second one, then the hard way.
-
-    The runtime directory was the parent's to remove; nobody can use its sockets any more.
-    """
+    """Leave when the parent is gone, however it went: SIGTERM to ourselves, a second one, then the hard way."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     multiprocessing.connection.wait([parent.sentinel])
-    logger.warning("the parent process is gone, leaving")
-    shutil.rmtree(runtime_dir, ignore_errors=True)
+    orphaned = remove_if_orphaned(runtime_dir)
+    logger.warning("the %s is gone, leaving", "parent process" if orphaned else "fork server")
     for wait_s in (ORPHAN_DRAIN_S, ORPHAN_FORCE_S):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(wait_s)

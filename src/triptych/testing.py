@@ -48,6 +48,7 @@ class LocalNetwork:
     def __init__(self) -> None:
         self.inboxes: dict[str, deque[bytes]] = {}
         self.on_envelope: OnEnvelope | None = None
+        self._to_router: defaultdict[str, deque[bytes]] = defaultdict(deque)  # by sender's epoch
         self.num_sent: defaultdict[str, int] = defaultdict(int)  # by message type
 
     def post(self, epoch: str, body: messages.Body, sender: str, sender_epoch: str) -> None:
@@ -55,8 +56,21 @@ class LocalNetwork:
         frame = messages.encode(body, sender, sender_epoch)
         if epoch in self.inboxes:
             self.inboxes[epoch].append(frame)
-        elif epoch == ROUTER and self.on_envelope is not None:
-            self.on_envelope(messages.decode(frame))
+        elif epoch == ROUTER:
+            self._to_router[sender_epoch].append(frame)
+
+    def deliver_to_router(self, rng: random.Random) -> bool:
+        """Deliver in an order that keeps each sender's own and mixes the senders at random, as sockets do."""
+        delivered = False
+        for sender_epoch in rng.sample(sorted(self._to_router), len(self._to_router)):
+            frames = self._to_router[sender_epoch]
+            for _ in range(rng.randint(0, len(frames))):
+                delivered = True
+                if self.on_envelope is not None:
+                    self.on_envelope(messages.decode(frames.popleft()))
+            if not frames:
+                del self._to_router[sender_epoch]
+        return delivered or bool(self._to_router)
 
 
 class LocalRouterMailbox:
@@ -260,6 +274,9 @@ class Cluster:
             order = list(self.workers.values())
             self._random.shuffle(order)
             worked = [local.worker.turn(0.0) for local in order]
+            for local in order:
+                self.router.registry.heartbeat(local.worker.heartbeat(local.address)())
+            worked.append(self.network.deliver_to_router(self._random))
             await asyncio.sleep(0 if any(worked) else 0.001)
 
     def add(self, name: str, stages: list[Stage]) -> LocalWorker:

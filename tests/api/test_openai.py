@@ -64,6 +64,11 @@ def test_one_stop_string_and_a_switched_off_top_k() -> None:
     assert (request.stop, request.sampling.top_k) == (["end"], 0)
 
 
+@pytest.mark.parametrize(("given", "used"), [(0, 0), (1e-320, 0), (9e-6, 0), (1e-5, 1e-5), (2, 2)])
+def test_a_temperature_next_to_nothing_is_greedy(given: float, used: float) -> None:
+    assert parse(temperature=given).request.sampling.temperature == used
+
+
 @pytest.mark.parametrize(("given", "used"), [(0, 0), (7, 7), (-1, 2**63 - 1), (-(2**63), 0)])
 def test_seed(given: int, used: int) -> None:
     assert parse(seed=given).request.sampling.seed == used

@@ -197,7 +197,7 @@ async def test_redirects_are_followed_up_to_the_limit(server: MediaServer) -> No
 
 @pytest.mark.parametrize("target", ["file:///etc/passwd", "data:,x", "ftp://h/x", "http:///x"])
 async def test_redirect_to_another_scheme(server: MediaServer, target: str) -> None:
-    with pytest.raises(MediaError, match=r"leads to|UnsupportedProtocol|InvalidURL"):
+    with pytest.raises(MediaError, match=r"leads to|RemoteProtocolError|UnsupportedProtocol|InvalidURL"):
         await fetch(f"http://127.0.0.1:{server.port}/redirect?{target}", allow_private_urls=True)
 
 

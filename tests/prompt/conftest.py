@@ -1,4 +1,4 @@
-"""Checkpoint folders with real tokenizers: the demo checkpoint's, a tiny byte-level one, a tiny sentencepiece-like one."""
+"""Checkpoint folders with real tokenizers: the demo checkpoint's, a tiny byte-level and a sentencepiece-like one."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ EXAMPLES = settings(max_examples=150, deadline=None)
 
 def chunks(ids: list[int], cuts: list[int]) -> list[list[int]]:
     """`ids` in runs of the lengths in `cuts`, over and over; a length of 0 is a push of nothing."""
-    parts, at = [], 0
+    parts: list[list[int]] = []
+    at = 0
     lengths = [*cuts, 1]
     while at < len(ids):
         size = lengths[len(parts) % len(lengths)]

@@ -32,6 +32,7 @@ MAX_STOP_STRINGS = 4
 SEED_RANGE = 2**63
 INT_RANGE = 2**63  # what the wire format carries
 TOKEN_ID_RANGE = 2**31
+GREEDY_BELOW = 1e-5  # of temperature, as in vLLM: logits divided by less overflow
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 TEMPLATE_NAMES = frozenset(  # the chat template's own variables, which a request may not replace
     {
@@ -194,7 +195,7 @@ def _sampling(chat: ChatRequest, max_tokens: int | None) -> SamplingParams:
     for token_id in stop_token_ids:
         _in_range("stop_token_ids", token_id, 0, TOKEN_ID_RANGE - 1)
     return SamplingParams(
-        temperature=temperature,
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
         top_p=top_p,
         top_k=max(top_k, 0),  # vLLM's -1 is off, as 0 is
         min_p=_in_range("min_p", _or(chat.min_p, 0.0), 0, 1),

@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _main(args: argparse.Namespace) -> int:
-    from triptych.launch import Deployment, serve
+    from triptych.cli.foreground import serve
+    from triptych.launch import Deployment
 
     config = Config(api=ApiConfig(port=args.port, log_level="warning"))
     deployment = Deployment(config, Placement.parse("1E/1P/1D"), say=say)

@@ -21,7 +21,8 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args)
     import uvloop
 
-    from triptych.launch import Deployment, serve
+    from triptych.cli.foreground import serve
+    from triptych.launch import Deployment
     from triptych.observe import logging
 
     async def main() -> int:

@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     config, placement, pins = load_config(args), placement_of(args), parse_pins(args.pin)
     import uvloop
 
-    from triptych.launch import Deployment, serve
+    from triptych.cli.foreground import serve
+    from triptych.launch import Deployment
     from triptych.observe import logging
 
     async def main() -> int:

@@ -5,12 +5,15 @@ Text that was given out never changes: half a character, and what may become a s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import takewhile
 
 from tokenizers import Tokenizer
 
 _HALF = "\ufffd"  # what a tokenizer makes of bytes that are not a whole character (yet)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # how sentencepiece spells what its vocabulary lacks
 _MAX_CHAR_TOKENS = 4  # a character has at most four bytes, a token at least one
 
 
@@ -40,11 +43,8 @@ class IncrementalDetokenizer:
         """The text that became final with these tokens; empty after a stop string."""
         if self.stopped is not None:
             return ""
-        for token_id in token_ids:
-            # A model's head may have more rows than the tokenizer has tokens; those are no text.
-            if token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None:
-                self._window.append(token_id)
-        return self._release(self._decode_window())
+        # One by one: where characters are spelt in bytes, one half would hide the whole ones decoded along with it.
+        return self._release("".join([self._decode(token_id) for token_id in token_ids if self._is_text(token_id)]))
 
     def finish(self) -> str:
         """The rest: no tokens will come. Half a character becomes the replacement character."""
@@ -57,11 +57,16 @@ class IncrementalDetokenizer:
             text, self._held = text + self._held, ""
         return text
 
-    def _decode_window(self) -> str:
-        if len(self._window) == self._num_old:
-            return ""
+    def _is_text(self, token_id: int) -> bool:
+        """A model's head may have more rows than the tokenizer has tokens."""
+        return token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None
+
+    def _decode(self, token_id: int) -> str:
+        self._window.append(token_id)
         text = self._tokenizer.decode(self._window, skip_special_tokens=False)
         whole = text.rstrip(_HALF)
+        if whole != text and self._spells_whole(self._window[self._num_old :]):
+            whole = text
         fresh = whole[self._given :]
         if len(whole) == len(text):
             if fresh:
@@ -73,6 +78,15 @@ class IncrementalDetokenizer:
         else:
             self._given = max(self._given, len(whole))
         return fresh
+
+    def _spells_whole(self, token_ids: list[int]) -> bool:
+        """Whether the last are byte tokens that make whole characters, be it the replacement character itself."""
+        names = (self._tokenizer.id_to_token(token_id) or "" for token_id in reversed(token_ids))
+        spelt = [int(found[1], 16) for found in takewhile(bool, map(_BYTE_TOKEN.fullmatch, names)) if found]
+        try:
+            return bytes(reversed(spelt)).decode() != ""
+        except UnicodeDecodeError:
+            return False
 
     def _give_up_halves(self, text: str) -> str:
         """So many tokens cannot be one character: only the last few may still become one."""

@@ -90,7 +90,7 @@ class Attempt:
         self._open: dict[str, _OpenItem] = {}
         self._involved: dict[str, WorkerAddress] = {}  # by epoch: everyone who may hold something of this attempt
         self._charges: list[_Charge] = []
-        self._finished = False
+        self._early: dict[int, TokenOutput] = {}  # by index: outputs that overtook an earlier one
         self._decode_began = False
 
     def deliver(self, event: FromWorker | Lost) -> None:
@@ -105,16 +105,21 @@ class Attempt:
         """
         self._prepare_items()
         self._submit(output_ids)
-        while not self._finished:
+        next_index = len(output_ids)
+        while True:
             event = await self._next_event()
             if isinstance(event, Lost):
                 self._on_lost(event.address)
             elif isinstance(event.message, TokenOutput):
-                self._finished = event.message.finish_reason is not None
                 self._decode_began |= event.sender == self.plan.decode.name
-                yield event.message
+                self._early[event.message.index] = event.message
             else:
                 self._on_message(event.sender, event.message, output_ids)
+            while (output := self._early.pop(next_index, None)) is not None:
+                next_index += len(output.token_ids)
+                yield output
+                if output.finish_reason is not None:
+                    return
 
     async def _next_event(self) -> FromWorker | Lost:
         left_s = self._deadline_s - self._clock.now()

@@ -135,6 +135,7 @@ class LanguageStage:
         now = self._clock.now()
         return TokenOutput(
             *request.key,
+            index=request.num_output_tokens - 1,
             token_ids=[token_id],
             finish_reason=finish_reason,
             stop_token_id=request.stop_token_id,
