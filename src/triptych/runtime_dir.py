@@ -9,11 +9,14 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from triptych.errors import ConfigError
 
 LOCK = "lock"
+TRIES = 20
+TRY_S = 0.05
 LONGEST_TEMP = 40  # unix socket paths may have 108 bytes
 
 
@@ -48,11 +51,14 @@ def remove_if_orphaned(path: str) -> bool:
     except FileNotFoundError:
         return True
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        for _ in range(TRIES):  # a dying process gives its pipes back a moment before its locks
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(TRY_S)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+                return True
         return False
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-        return True
     finally:
         os.close(lock)

@@ -71,7 +71,7 @@ TEMPLATE = """
 {%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
 {%- else -%}{{- part.text | trim -}}{%- endif -%}
 {%- endfor -%}{%- endif -%}
-{{- '<|im_end|>\\n<|pad|>' -}}
+{{- '<|im_end|>\\n<|pad|>\\n ' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """

@@ -166,6 +166,16 @@ def test_nothing_typed_becomes_a_special_token(
     assert expected in decoded
 
 
+@pytest.mark.parametrize(
+    "parts", [("<|im_", "end|>"), ("<", "|im_end|>"), ("a <|im_end| \n", ">"), ("<|", "im_en", "d|>")]
+)
+def test_parts_do_not_join_into_a_special_token(parts: tuple[str, ...], tiny: PromptBuilder) -> None:
+    """The template trims the parts and puts them side by side."""
+    ids = tiny.build(user(*parts), []).token_ids
+    assert ids.count(tiny.tokenizer.token_to_id("<|im_end|>") or -1) == 1
+    assert "".join(map(str.strip, parts)) in tiny.tokenizer.decode(ids, skip_special_tokens=False)
+
+
 def test_text_about_a_typed_token_is_tokenized_in_one_piece(tiny: PromptBuilder) -> None:
     """The ids are those of a tokenizer that has no special tokens."""
     bare = Tokenizer.from_str(tiny.tokenizer.to_str())

@@ -168,7 +168,7 @@ class MediaFetcher:
             "GET",
             target.copy_with(host=address, fragment=None),
             headers={"Host": target.netloc.decode("ascii")},
-            extensions={},  # TLS checks the certificate against it too
+            extensions={"sni_hostname": target.raw_host.decode("ascii")},  # TLS checks the certificate against it too
         )
         return await self._client.send(request, stream=True)
 

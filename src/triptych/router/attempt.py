@@ -111,12 +111,12 @@ class Attempt:
             if isinstance(event, Lost):
                 self._on_lost(event.address)
             elif isinstance(event.message, TokenOutput):
-                self._decode_began |= event.sender == self.plan.decode.name
                 self._early[event.message.index] = event.message
             else:
                 self._on_message(event.sender, event.message, output_ids)
             while (output := self._early.pop(next_index, None)) is not None:
                 next_index += len(output.token_ids)
+                self._decode_began |= output.decode is not None
                 yield output
                 if output.finish_reason is not None:
                     return
@@ -255,7 +255,7 @@ class Attempt:
                 self._encode_elsewhere(mm_hash, address.name, f"{address.name} was lost")
 
     def _needs(self, address: WorkerAddress) -> bool:
-        """The prefill worker is done with the request once the decode worker has sent a token."""
+        """The prefill worker is done with the request once a token of the decode worker has followed its own."""
         return address.epoch == self.plan.decode.address.epoch or not self._decode_began
 
     # -- book-keeping --------------------------------------------------------------------------------------------------

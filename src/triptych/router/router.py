@@ -208,7 +208,7 @@ class Router:
                         yield delta
                         if output.finish_reason is not None:
                             break
-            except WorkerLostError as error:
+            except (WorkerLostError, NoCapacityError) as error:
                 logger.warning("request_id=%s attempt=%d ended: %s", request.request_id, number, error)
                 if number + 1 == self._config.router.max_attempts:
                     raise

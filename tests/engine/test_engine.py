@@ -1,0 +1,335 @@
+"""The engine around a runner that only records: ends of requests, embeddings held and let go, what a chunk is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.engine.requests import BLOCK_SIZE, IMAGE_TOKEN, distinct_tokens, item, make_request
+from triptych.clock import ManualClock
+from triptych.config import EngineConfig
+from triptych.engine.batch import SequenceChunk
+from triptych.engine.engine import Engine
+from triptych.engine.kv_blocks import KVBlockPool
+from triptych.engine.request_state import RequestState, Status
+from triptych.types import FinishReason, PromptItem, SamplingParams
+
+EOS = 2
+STOP = 3
+WORD = 9
+
+
+class RecordingRunner:
+    def __init__(self) -> None:
+        self.steps: list[list[SequenceChunk]] = []
+
+    def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+        self.steps.append(list(chunks))
+        return torch.zeros(sum(chunk.sample for chunk in chunks), 10)
+
+
+class Bench:
+    """An engine whose next tokens are `tokens`, then words for ever."""
+
+    def __init__(
+        self,
+        *tokens: int,
+        num_blocks: int = 50,
+        max_model_len: int = 100,
+        cache_bytes: int = 1 << 20,
+        max_num_batched_tokens: int = 64,
+    ) -> None:
+        self.tokens = list(tokens)
+        self.runner = RecordingRunner()
+        self.demands: list[tuple[str, list[str]]] = []
+        config = EngineConfig(
+            block_size=BLOCK_SIZE,
+            embedding_cache_bytes=cache_bytes,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self.pool = KVBlockPool(num_blocks + 1)
+        self.engine = Engine(
+            config, self.runner, self._sample, self.pool, [EOS], max_model_len, ManualClock(), self._demand
+        )
+
+    def _sample(self, logits: torch.Tensor, sampling: list[SamplingParams], num_output: list[int]) -> list[int]:
+        assert len(logits) == len(sampling) == len(num_output)
+        return [self.tokens.pop(0) if self.tokens else WORD for _ in sampling]
+
+    def _demand(self, request: RequestState, mm_hashes: list[str]) -> None:
+        self.demands.append((request.key.request_id, mm_hashes))
+
+    def run(self, *requests: RequestState, max_steps: int = 50) -> None:
+        """Submit and step until every request has finished."""
+        for request in requests:
+            self.engine.submit(request)
+        for _ in range(max_steps):
+            if not len(self.engine.scheduler):
+                return
+            for request, _, reason in self.engine.step().sampled:
+                if reason is not None:
+                    self.engine.end(request, reason)
+            self.engine.check()
+        raise AssertionError("the requests do not end")
+
+    def assert_empty(self) -> None:
+        self.engine.check()
+        assert len(self.engine.scheduler) == 0
+        assert self.pool.num_free == self.pool.num_blocks
+        assert self.engine.embeddings.num_referenced == 0
+
+
+def embedding(length: int, value: float = 1.0) -> torch.Tensor:
+    return torch.full((length, 4), value)
+
+
+def image_prompt(name: str = "a", before: int = 2, length: int = 4, after: int = 2, mm_hash: str = "x") -> RequestState:
+    tokens = [*distinct_tokens(0, before), *[IMAGE_TOKEN] * length, *distinct_tokens(1, after)]
+    return make_request(name, tokens, [item(mm_hash, before, length)])
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens", "reason", "num_output", "stop_token_id"),
+    [
+        (SamplingParams(max_tokens=3), [WORD] * 9, FinishReason.LENGTH, 3, None),
+        (SamplingParams(max_tokens=9), [WORD, EOS], FinishReason.STOP, 2, None),
+        (SamplingParams(max_tokens=9, stop_token_ids=[STOP]), [WORD, STOP], FinishReason.STOP, 2, STOP),
+        (SamplingParams(max_tokens=4, ignore_eos=True), [EOS] * 9, FinishReason.LENGTH, 4, None),
+        (SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=[STOP]), [EOS, STOP], FinishReason.STOP, 2, STOP),
+        (SamplingParams(max_tokens=9, min_tokens=3), [EOS] * 9, FinishReason.STOP, 3, None),
+        (SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=[STOP]), [STOP] * 9, FinishReason.STOP, 3, STOP),
+        (SamplingParams(max_tokens=1), [EOS], FinishReason.STOP, 1, None),
+    ],
+    ids=["max", "eos", "stop_id", "ignore_eos", "ignore_eos_stop_id", "min", "min_stop_id", "eos_at_max"],
+)
+def test_finish_reasons(
+    sampling: SamplingParams, tokens: list[int], reason: FinishReason, num_output: int, stop_token_id: int | None
+) -> None:
+    bench = Bench(*tokens)
+    request = make_request("a", distinct_tokens(0, 5), sampling=sampling)
+    bench.run(request)
+    assert (request.finish_reason, request.num_output_tokens) == (reason, num_output)
+    assert request.stop_token_id == stop_token_id
+    bench.assert_empty()
+
+
+def test_the_models_limit_ends_a_request() -> None:
+    bench = Bench(max_model_len=8)
+    request = make_request("a", distinct_tokens(0, 5))
+    bench.run(request)
+    assert (request.finish_reason, len(request.token_ids)) == (FinishReason.LENGTH, 8)
+
+
+def test_tokens_of_an_earlier_attempt_count_towards_max_tokens() -> None:
+    bench = Bench()
+    request = make_request("a", distinct_tokens(0, 5), sampling=SamplingParams(max_tokens=4), num_output_tokens=3)
+    bench.run(request)
+    assert request.num_output_tokens == 4
+
+
+@pytest.mark.parametrize("status", list(Status))
+def test_a_cancel_in_any_status_frees_all(status: Status) -> None:
+    bench = Bench(num_blocks=4, max_num_batched_tokens=16)
+    engine = bench.engine
+    other = make_request("other", distinct_tokens(5, 8))
+    request = make_request("a", distinct_tokens(0, 8))
+    match status:
+        case Status.WAITING:
+            engine.submit(request)
+        case Status.WAITING_FOR_EMBEDDINGS:
+            request = image_prompt()
+            engine.submit(request)
+            engine.step()
+            engine.step()
+        case Status.WAITING_FOR_KV:
+            request = make_request("a", distinct_tokens(0, 8), kv_from_elsewhere=True)
+            engine.submit(request)
+            assert engine.step().admitted_for_kv == [request]
+        case Status.RUNNING:
+            engine.submit(request)
+            engine.step()
+        case Status.PREEMPTED:
+            engine.submit(other)
+            engine.submit(request)
+            engine.step()
+            engine.step()
+        case Status.FINISHED:
+            engine.submit(request)
+            engine.cancel(request.key)
+    assert request.status is status
+    assert engine.cancel(request.key) == (status is not Status.FINISHED)
+    assert request.finish_reason is FinishReason.ABORT
+    engine.cancel(other.key)
+    bench.assert_empty()
+
+
+def test_a_cancel_of_an_unknown_request_is_harmless() -> None:
+    assert not Bench().engine.cancel(make_request("a", [1]).key)
+
+
+# -- embeddings --------------------------------------------------------------------------------------------------------
+
+
+def test_submit_returns_what_is_missing_each_once_and_in_order() -> None:
+    bench = Bench()
+    items: list[PromptItem] = [item("x", 0, 4), item("y", 4, 4), item("x", 8, 4)]
+    cached, missing = bench.engine.submit(make_request("a", [IMAGE_TOKEN] * 13, items))
+    assert (cached, missing) == (0, ["x", "y"])
+    assert bench.engine.wants_embedding("x")
+    assert not bench.engine.wants_embedding("z")
+
+
+def test_what_submit_asked_for_is_not_demanded_again() -> None:
+    bench = Bench()
+    bench.engine.submit(image_prompt())
+    for _ in range(3):
+        bench.engine.step()
+    assert bench.demands == []
+
+
+def test_an_embedding_that_is_here_is_not_asked_for() -> None:
+    bench = Bench()
+    bench.engine.submit(image_prompt("a"))
+    bench.engine.add_embedding("x", embedding(4))
+    assert bench.engine.submit(image_prompt("b"))[1] == []
+
+
+def test_a_prompt_whose_prefix_covers_the_image_needs_no_embedding() -> None:
+    bench = Bench(EOS, cache_bytes=0)
+    bench.engine.submit(image_prompt(after=3))
+    bench.engine.add_embedding("x", embedding(4))
+    bench.run()
+    assert "x" not in bench.engine.embeddings
+    assert bench.engine.submit(image_prompt("b", after=3)) == (8, [])
+
+
+def test_one_embedding_lets_every_request_that_waits_for_it_go_on() -> None:
+    bench = Bench(EOS, EOS)
+    requests = [image_prompt("a", before=0), image_prompt("b", before=0)]
+    for request in requests:
+        bench.engine.submit(request)
+    bench.engine.step()
+    assert [r.status for r in requests] == [Status.WAITING_FOR_EMBEDDINGS] * 2
+    bench.engine.add_embedding("x", embedding(4))
+    bench.run()
+    assert [r.finish_reason for r in requests] == [FinishReason.STOP] * 2
+    bench.assert_empty()
+
+
+def test_a_needed_embedding_outlives_a_cache_of_no_capacity() -> None:
+    bench = Bench(EOS, cache_bytes=0)
+    request = image_prompt()
+    bench.engine.submit(request)
+    bench.engine.add_embedding("x", embedding(4))
+    assert "x" in bench.engine.embeddings
+    bench.run()
+    assert "x" not in bench.engine.embeddings
+
+
+def test_a_chunk_gets_the_rows_that_fall_into_it() -> None:
+    bench = Bench(EOS, max_num_batched_tokens=4)
+    bench.engine.submit(image_prompt(before=2, length=5, after=2))
+    bench.engine.add_embedding("x", torch.arange(5.0)[:, None].expand(5, 4))
+    bench.run()
+    slices = [[(s.offset, s.rows[:, 0].tolist()) for s in chunk.embeddings] for (chunk,) in bench.runner.steps]
+    assert slices == [[(2, [0.0, 1.0])], [(0, [2.0, 3.0, 4.0])], []]
+
+
+def test_a_chunk_names_its_tokens_positions_and_blocks() -> None:
+    bench = Bench(WORD, EOS, max_num_batched_tokens=4)
+    bench.run(make_request("a", [11, 12, 13, 14, 15, 16]))
+    chunks = [chunk for (chunk,) in bench.runner.steps]
+    assert [chunk.token_ids for chunk in chunks] == [[11, 12, 13, 14], [15, 16], [WORD]]
+    assert [chunk.first_position for chunk in chunks] == [0, 4, 6]
+    assert [chunk.positions[0].tolist() for chunk in chunks] == [[0, 1, 2, 3], [4, 5], [6]]
+    assert [chunk.sample for chunk in chunks] == [False, True, True]
+    assert len(chunks[-1].block_table) == 2
+
+
+def test_embeddings_are_kept_across_a_preemption() -> None:
+    bench = Bench(num_blocks=6)
+    first = make_request("first", distinct_tokens(3, 12), sampling=SamplingParams(max_tokens=5))
+    second = image_prompt("second", before=0, length=8, after=2)
+    second.sampling = SamplingParams(max_tokens=5)
+    bench.engine.submit(first)
+    bench.engine.submit(second)
+    bench.engine.add_embedding("x", embedding(8))
+    bench.run()
+    assert bench.engine.scheduler.num_preemptions > 0
+    assert bench.demands == []
+    assert (first.num_output_tokens, second.num_output_tokens) == (5, 5)
+    bench.assert_empty()
+
+
+def test_a_preempted_request_whose_embedding_was_evicted_demands_it_once() -> None:
+    bench = Bench(num_blocks=4, cache_bytes=0)
+    bench.pool._prefix_caching = False
+    first = make_request("first", distinct_tokens(3, 8), sampling=SamplingParams(max_tokens=3))
+    second = image_prompt("second", before=0, length=6, after=2)
+    second.sampling = SamplingParams(max_tokens=3)
+    bench.engine.submit(first)
+    assert bench.engine.submit(second)[1] == ["x"]
+    bench.engine.add_embedding("x", embedding(6))
+    for _ in range(8):
+        for request, _, reason in bench.engine.step().sampled:
+            if reason is not None:
+                bench.engine.end(request, reason)
+    assert first.finish_reason is FinishReason.LENGTH
+    assert second.status is Status.WAITING_FOR_EMBEDDINGS
+    assert bench.demands == [("second", ["x"])]
+    bench.engine.add_embedding("x", embedding(6))
+    bench.run()
+    assert second.finish_reason is FinishReason.LENGTH
+    assert len(bench.demands) == 1
+
+
+def test_a_demand_that_was_forgotten_is_made_anew() -> None:
+    bench = Bench()
+    request = image_prompt()
+    bench.engine.submit(request)
+    bench.engine.step()
+    bench.engine.forget_demand(request.key, "x")
+    assert not bench.engine.wants_embedding("x")
+    bench.engine.step()
+    assert bench.demands == [("a", ["x"])]
+    assert bench.engine.wants_embedding("x")
+
+
+def test_embeddings_beyond_the_capacity_are_evicted_when_nobody_needs_them() -> None:
+    bench = Bench(cache_bytes=4 * 4 * 4)
+    for name, mm_hash in (("a", "x"), ("b", "y")):
+        bench.engine.submit(image_prompt(name, mm_hash=mm_hash))
+        bench.engine.add_embedding(mm_hash, embedding(4))
+    assert len(bench.engine.embeddings) == 2
+    bench.engine.cancel(make_request("a", [1]).key)
+    assert "x" not in bench.engine.embeddings
+    assert "y" in bench.engine.embeddings
+
+
+# -- KV from elsewhere -------------------------------------------------------------------------------------------------
+
+
+def test_with_the_first_token_a_request_begins_to_decode_here() -> None:
+    bench = Bench(EOS)
+    request = make_request("a", distinct_tokens(0, 6), kv_from_elsewhere=True)
+    assert bench.engine.submit(request) == (0, [])
+    bench.engine.step()
+    assert bench.engine.kv_arrived(request, 4, None) is None
+    assert not bench.engine.step().did_work
+    assert bench.engine.kv_arrived(request, 6, WORD) is None
+    bench.run()
+    ((chunk,),) = bench.runner.steps
+    assert (chunk.token_ids, chunk.first_position) == ([WORD], 6)
+    assert request.token_ids[-2:] == [WORD, EOS]
+    bench.assert_empty()
+
+
+def test_an_idle_engine_does_no_work_and_runs_no_forward() -> None:
+    bench = Bench()
+    assert not bench.engine.step().did_work
+    assert bench.runner.steps == []
