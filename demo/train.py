@@ -38,7 +38,7 @@ SEED = 0
 VISION_STEPS = 3000
 DECODER_STEPS = 1800
 PAGES = 3500  # encoded once, and drawn from for every conversation
-EACH = 40  # held-out questions for each task
+EACH = 60  # held-out questions for each task
 
 
 def answer(

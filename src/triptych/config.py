@@ -75,9 +75,9 @@ class EngineConfig(Section, frozen=True):
 
 class HandoffConfig(Section, frozen=True):
     transport: Annotated[
-        Literal["auto", "shm", "inproc"],
-        doc("how embeddings and KV move; auto: inproc in a worker that hosts every stage, else shm"),
-    ] = "auto"
+        Literal["shm", "inproc"],
+        doc("how embeddings and KV move; inproc only where one worker hosts every stage"),
+    ] = "shm"
     lease_ttl_s: Annotated[
         Seconds, doc("how long a producer keeps what it published for a consumer that does not answer")
     ] = 60.0
@@ -133,10 +133,11 @@ def load(file: Path | None, overrides: dict[str, dict[str, Any]]) -> Config:
     if file is not None:
         try:
             values = tomllib.loads(file.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:  # no file, no text, no TOML
             raise ConfigError(f"{file}: {error}") from error
     for section, fields in overrides.items():
-        values.setdefault(section, {}).update(fields)
+        given = values.get(section, {})
+        values[section] = given | fields if isinstance(given, dict) else given  # `convert` says what is wrong with it
     try:
         return msgspec.convert(values, Config)
     except msgspec.ValidationError as error:

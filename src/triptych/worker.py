@@ -176,7 +176,7 @@ def run(config: Config, worker: WorkerConfig) -> None:
     spec = open_model(config.model.path, config.model, needed_parts(worker.stages))
     epoch, clock = secrets.token_hex(8), MonotonicClock()
     size = pool_bytes(config, spec, worker.stages)
-    transport = select_transport(config.handoff, worker.stages, size, worker.name, epoch, worker.runtime_dir)
+    transport = select_transport(config.handoff, size, worker.name, epoch, worker.runtime_dir)
     endpoint = worker_endpoint(worker.runtime_dir, worker.name, epoch)
     address = WorkerAddress(worker.name, epoch, endpoint, transport.pool_path)
     mailbox = Mailbox(address, router_endpoint(worker.runtime_dir))

@@ -155,3 +155,13 @@ def test_a_large_vocabulary_is_not_sorted(monkeypatch: pytest.MonkeyPatch) -> No
     params = [_params(top_p=0.9), _params(top_k=50), _params(top_k=200, top_p=0.5), _params()]
     sample(logits, params, [0] * 4)
     assert sorted(widths) == [64, 256, 1024]
+
+
+def test_parameters_at_the_edge_of_float_still_draw_a_token() -> None:
+    """One request's odd numbers must not fail the step that others share."""
+    logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(0))
+    for temperature in (1e-320, 1e-38, 1e30):
+        for top_p in (1e-300, 1e-9, 1.0):
+            params = SamplingParams(temperature=temperature, top_p=top_p, min_p=0.0, seed=3)
+            (token,) = sample(logits, [params], [0])
+            assert 0 <= token < 3000

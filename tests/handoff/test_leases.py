@@ -133,3 +133,13 @@ def test_a_free_that_fails_is_not_called_again(clock: ManualClock, leases: Lease
     assert leases.expire() == 1
     assert calls == ["fail", "next"]
     assert leases.num_expired == 2
+
+
+def test_a_lease_to_a_dead_consumer_is_over_at_once() -> None:
+    """A message of the dead one may still be read after the news of its death."""
+    leases, freed = Leases(ManualClock(), ttl_s=60.0), []
+    leases.drop_consumer("dead")
+    lease_id = leases.grant("decode-0", "dead", ("r", 0), lambda: freed.append(True))
+    assert freed == [True]
+    assert len(leases) == 0
+    assert not leases.release(lease_id)

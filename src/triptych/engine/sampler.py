@@ -171,4 +171,5 @@ def _inverse_cdf(values: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def _search(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """First place of each row whose sum is above the target: its own value is above 0."""
     target = torch.minimum(target, cumulative[:, -1] * _BELOW_ONE)
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    found = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return found.clamp_max(cumulative.shape[1] - 1)  # sums that are subnormal or zero have nothing above the target

@@ -58,22 +58,24 @@ def build_timing(marks: Marks) -> Timing:
 
 
 def _critical_path(marks: Marks) -> list[Span]:
-    """fetch, plan, then the prefill worker's own split of the time from submit to first token, laid end to end.
+    """fetch, plan, then the prefill worker's split of the time from submit to first token, laid end to end.
 
-    Its chunks and waits really alternate; the spans show their sums, in the order in which each began.
+    Its chunks and waits really alternate; the spans show their sums, in the order in which each began. What the router
+    waited beyond the worker's own account counts as prefill_queue: the submit lay in the mailbox of a busy worker.
     """
     path = [
         Span("fetch", marks.fetch_start_s, marks.fetch_s),
         Span("plan", marks.plan_start_s, marks.plan_s),
     ]
     if marks.prefill is not None:
-        worker = marks.prefill_worker
+        worker, submitted_s = marks.prefill_worker, marks.plan_start_s + marks.plan_s
+        worked_s = marks.prefill.embed_wait_s + marks.prefill.prefill_s
         parts = [
-            ("prefill_queue", marks.prefill.queue_s, worker),
+            ("prefill_queue", max(marks.prefill.queue_s, marks.first_token_s - submitted_s - worked_s), worker),
             *_split_wait(marks.prefill, marks.items),
             ("prefill", marks.prefill.prefill_s, worker),
         ]
-        path += _end_to_end(marks.plan_start_s + marks.plan_s, parts)
+        path += _end_to_end(submitted_s, parts)
     return [span for span in path if span.duration_s > 0]
 
 

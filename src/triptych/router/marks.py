@@ -104,9 +104,12 @@ class RequestMarks:
     def failed(self, error: TriptychError) -> None:
         self._status, self._error = error.status, error
 
-    def cancelled(self) -> None:
-        if self._outcome is None:
-            self._status = CLIENT_CLOSED_REQUEST
+    def cancelled(self) -> bool:
+        """False when the request had ended before."""
+        if self._outcome is not None:
+            return False
+        self._status = CLIENT_CLOSED_REQUEST
+        return True
 
     def _timing(self) -> Timing:
         plan = self._plans[-1]

@@ -87,7 +87,7 @@ class Registry:
     def leave(self, name: str, epoch: str) -> None:
         worker = self.find(name, epoch)
         if worker is not None:
-            self._lose(worker, "it left")
+            self._lose(worker, "it left", logging.INFO)
 
     def sweep(self) -> None:
         """Lose the workers that have been silent for too long."""
@@ -101,9 +101,9 @@ class Registry:
         if worker is not None:
             self._lose(worker, "its process died")
 
-    def _lose(self, worker: RegisteredWorker, reason: str) -> None:
+    def _lose(self, worker: RegisteredWorker, reason: str, level: int = logging.WARNING) -> None:
         del self._workers[worker.name]
-        logger.warning("worker=%s epoch=%s lost: %s", worker.name, worker.address.epoch, reason)
+        logger.log(level, "worker=%s epoch=%s lost: %s", worker.name, worker.address.epoch, reason)
         self._on_lost(worker.address)
 
     def find(self, name: str, epoch: str) -> RegisteredWorker | None:

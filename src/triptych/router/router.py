@@ -123,8 +123,8 @@ class Router:
             self._metrics.failed(error)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            marks.cancelled()
-            self._metrics.cancelled()
+            if marks.cancelled():
+                self._metrics.cancelled()
             raise
         finally:
             self.num_running -= 1

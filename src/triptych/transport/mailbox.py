@@ -57,10 +57,11 @@ class Mailbox:
         self._peers: dict[str, tuple[str, zmq.Socket[bytes]]] = {}  # by name: endpoint and socket
 
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
+        check_endpoint(endpoint)
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
-        socket.connect(check_endpoint(endpoint))
+        socket.connect(endpoint)
         return socket
 
     def to_router(self, body: messages.Body) -> None:
