@@ -93,12 +93,12 @@ def build_pools(
 def _draw_turns(rng: random.Random, pools: Pools, max_images: int) -> tuple[list[Encoded], list[Turn]]:
     """Images and the questions about them: mostly pages, some pictures, some easy-VQA, some text alone."""
     kind = rng.random()
-    if kind < 0.06:
+    if kind < 0.12:
         return [], [ask_text(rng) for _ in range(TURNS)]
-    if kind < 0.22:
+    if kind < 0.26:
         image = rng.choice(pools.easy)
         return [image], rng.sample(list(image.turns), min(TURNS + 2, len(image.turns)))
-    pool = pools.pictures if kind < 0.36 else pools.pages
+    pool = pools.pictures if kind < 0.38 else pools.pages
     images, turns = rng.sample(pool, rng.randint(1, max_images)), []
     for _ in range(TURNS):
         position = rng.randrange(len(images))

@@ -137,9 +137,7 @@ def test_a_later_life_gets_only_what_was_meant_for_it(post: Post) -> None:
     assert bodies(receive(post.mailbox("b", "00000002"), 1)) == [Probe(3)]
 
 
-def test_what_is_no_message_is_dropped_and_the_next_one_arrives(
-    post: Post, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_no_message_is_dropped_and_the_next_one_arrives(post: Post, caplog: pytest.LogCaptureFixture) -> None:
     mailbox = post.mailbox("a")
     context = zmq.Context()
     stranger = context.socket(zmq.PUSH)

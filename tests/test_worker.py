@@ -200,9 +200,7 @@ def test_load_and_counters_are_there_for_the_heartbeat(bench: Bench) -> None:
     bench.worker.turn(0.0)
     beat = bench.worker.heartbeat(CONSUMER)()
     assert (beat.name, beat.epoch) == ("decode-0", "consumer")
-    assert beat.load == Load(
-        num_waiting=3, num_free_blocks=7, num_waiting_embeds=5, cached_embeds=6, num_leases=1
-    )
+    assert beat.load == Load(num_waiting=3, num_free_blocks=7, num_waiting_embeds=5, cached_embeds=6, num_leases=1)
     assert beat.counters["ticks"] == 1.0
 
 

@@ -18,7 +18,9 @@ NUM_REQUESTS = 8
 
 
 async def _ask(client: httpx.AsyncClient, seed: int, max_tokens: int) -> str:
-    response = await client.post("/v1/chat/completions", json=chat(image_part(seed), "what is it", max_tokens=max_tokens))
+    response = await client.post(
+        "/v1/chat/completions", json=chat(image_part(seed), "what is it", max_tokens=max_tokens)
+    )
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["message"]["content"])
 
@@ -77,7 +79,9 @@ async def test_a_stream_goes_on_on_another_decode_worker_from_the_tokens_already
                 if len(text) > 20 and not killed:
                     killed = True
                     topology = (await client.get("/topology")).json()
-                    busy = [w["name"] for w in topology["workers"] if "decode" in w["stages"] and w["load"]["num_running"]]
+                    busy = [
+                        w["name"] for w in topology["workers"] if "decode" in w["stages"] and w["load"]["num_running"]
+                    ]
                     for name in busy or ["decode-0"]:
                         deployment.kill(name)
         assert killed

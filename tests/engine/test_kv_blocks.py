@@ -78,9 +78,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             self.pool.check()
             assert self.pool.num_free == self.num_free()
             for block_hash in HASHES:
-                assert self.pool.find_prefix([block_hash]) == [
-                    self.cached[h] for h in [block_hash] if h in self.cached
-                ]
+                assert self.pool.find_prefix([block_hash]) == [self.cached[h] for h in [block_hash] if h in self.cached]
 
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase

@@ -16,7 +16,7 @@ from triptych.models.registry import ModelSpec
 from triptych.types import ImageInput, Prompt, Request, SamplingParams
 
 NUM_OUTPUT_TOKENS = 10
-WORDS = "what is in the picture describe the image then say what the user wants to know about it all".split()
+WORDS = ["what", "is", "in", "the", "picture", "describe", "the", "image", "then", "say", "what", "the", "user", "wants", "to", "know", "about", "it", "all"]
 
 
 class Case(NamedTuple):

@@ -28,9 +28,14 @@ class LeasesMachine(RuleBasedStateMachine):
         self.freed: dict[int, int] = {}  # by order of grant
         self.ids: list[int] = []
         self.num_expired = 0
+        self.lives: dict[str, int] = {}  # by consumer; a restarted one has another epoch
+
+    def epoch_of(self, consumer: str) -> str:
+        return f"{consumer}{self.lives.get(consumer, 0)}"
 
     @rule(epoch=CONSUMERS, request=REQUESTS)
     def grant(self, epoch: str, request: tuple[str, int]) -> None:
+        epoch = self.epoch_of(epoch)
         number = len(self.ids)
         self.freed[number] = 0
         lease_id = self.leases.grant(f"worker {epoch}", epoch, request, partial(self.count, number))
@@ -55,6 +60,8 @@ class LeasesMachine(RuleBasedStateMachine):
 
     @rule(epoch=CONSUMERS)
     def drop_consumer(self, epoch: str) -> None:
+        self.lives[epoch] = self.lives.get(epoch, 0) + 1
+        epoch = f"{epoch}{self.lives[epoch] - 1}"
         ended = [i for i, lease in self.out.items() if lease[0] == epoch]
         assert self.leases.drop_consumer(epoch) == len(ended)
         self.end(ended)

@@ -163,11 +163,13 @@ class EncodeNode(Node):
         self.stage.cancel(Cancel(request_id, 0))
 
     def run(self) -> None:
-        """Step until there is nothing to do."""
+        """Step until there is nothing to do, and once more: what a step submits is preprocessed in the next."""
+        idle = 0
         for _ in range(50):
-            if not self.stage.step():
-                return
+            idle = 0 if self.stage.step() else idle + 1
             self.stage.check()
+            if idle == 2:
+                return
         raise AssertionError("the stage finds work for ever")
 
     def release_all(self) -> None:

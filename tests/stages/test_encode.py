@@ -70,7 +70,8 @@ def test_a_later_request_is_served_from_the_cache(node: EncodeNode) -> None:
     assert node.tower.batches == [[4]]
     assert node.preprocessed == ["x"]
     assert sources(node)[1:] == [("b", "x", EncodeSource.ENCODER_CACHE)]
-    assert (node.stage.counters["encoder_cache_hits_total"], node.stage.counters["encoder_cache_misses_total"]) == (1, 1)
+    counters = node.stage.counters
+    assert (counters["encoder_cache_hits_total"], counters["encoder_cache_misses_total"]) == (1, 1)
 
 
 def test_durations_say_what_was_queue_and_what_was_forward(node: EncodeNode) -> None:

@@ -159,7 +159,7 @@ def _draw_of_all(weights: torch.Tensor, uniform: torch.Tensor) -> list[int]:
     before = (cumulative - sums).gather(1, block[:, None])[:, 0]
     chosen = blocks[torch.arange(len(blocks), device=blocks.device), block].double()
     inner = _search(chosen.cumsum(-1), (target - before).clamp_min(0))
-    tokens: list[int] = (block * _BLOCK + inner).tolist()
+    tokens: list[int] = (block * _BLOCK + inner).clamp_max(weights.shape[1] - 1).tolist()
     return tokens
 
 

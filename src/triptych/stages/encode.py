@@ -190,7 +190,8 @@ class EncodeStage:
             elif prepared.error:
                 self._fail(demand.key, demand.mm_hash, prepared.error, bad_media=prepared.bad_media)
             else:
-                self._submit(prepared)  # it was cached when it was brought, and evicted since
+                if demand.mm_hash not in self._unstored:
+                    self._submit(prepared)  # it was cached when it was brought, and evicted since
                 waiting.append(demand)
         served = len(waiting) < len(self._demands)
         self._demands = waiting
