@@ -139,7 +139,7 @@ def modules() -> dict[str, Module]:
     parsed = {}
     for name, path in files.items():
         tree = ast.parse(path.read_text(), str(path))
-        seen = {with_types: set() for with_types in (True, False)}
+        seen: dict[bool, set[str]] = {True: set(), False: set()}
         for with_types, targets in seen.items():
             for statement in _statements(tree, with_types=with_types):
                 targets.update(_targets(statement))

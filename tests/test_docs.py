@@ -7,26 +7,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import re
 import shlex
+import shutil
+import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from types import SimpleNamespace
+from typing import Any, Literal, cast, get_args, get_origin
 
+import httpx
+import msgspec
 import pytest
 
 from triptych.api.app import create_app
+from triptych.api.seam import RouterLike
 from triptych.api.unsupported import NEUTRAL
 from triptych.cli.main import build_parser
 from triptych.cli.options import Option, options
+from triptych.cli.serve import placement_of
 from triptych.config import ApiConfig, Config, load
 from triptych.demo.pages import Task, held_out
-from triptych.launch import Deployment, compose
+from triptych.launch import Deployment
 from triptych.observe.metrics import Metrics
 from triptych.observe.worker_metrics import HELP, PREFIX, WorkerCollector
-from triptych.placement import Placement
+from triptych.placement import Placement, parse_pins
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "src" / "triptych"
@@ -35,7 +44,7 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSIT
 IDS = [str(page.relative_to(REPOSITORY)) for page in PAGES]
 
 MADE_WHILE_RUNNING = re.compile(r"demo-output/|\.venv|/tmp/")
-NOT_HERE = {"store/", "bench/", "sim/", "config.json", "preprocessor_config.json", "tokenizer.json", "design.md"}
+NOT_HERE = {"store/", "bench/", "sim/", "config.json", "preprocessor_config.json", "tokenizer.json"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 URL = "http://127.0.0.1:8000"  # in the examples
 
@@ -138,9 +147,6 @@ def test_triptych_commands_parse(page: Path) -> None:
 
 
 def _workers_of(args: argparse.Namespace) -> list[str]:
-    from triptych.cli.serve import placement_of
-    from triptych.placement import parse_pins
-
     return [worker.name for worker in placement_of(args).workers(URL, "/tmp", parse_pins(args.pin))]
 
 
@@ -163,8 +169,6 @@ def test_the_placements_table_means_what_it_says() -> None:
     rows = re.findall(r"^\| `([\dEPD/]+)` \|.*\| `(triptych serve.*)` \|$", PAGES[0].read_text(), re.MULTILINE)
     assert len(rows) == 4
     for shape, command in rows:
-        from triptych.cli.serve import placement_of
-
         assert str(placement_of(build_parser().parse_args(shlex.split(command)[1:]))) == shape
 
 
@@ -249,8 +253,8 @@ def test_metric_names_exist(page: Path) -> None:
             assert name in known, f"{page.name} names {name}"
 
 
-async def test_routes_that_the_readme_names_exist(tmp_path: Path) -> None:
-    router = compose(Config(api=ApiConfig(port=0)), str(tmp_path)).router
+def test_routes_that_the_readme_names_exist() -> None:
+    router = cast(RouterLike, SimpleNamespace(registry=None))  # routes are made without asking it anything
     paths = {getattr(route, "path", "") for route in create_app(router, Config(), Metrics()).routes}
     named = {name for name in ticked(PAGES[0]) if re.fullmatch(r"/[a-z]+", name)}
     assert {"/metrics", "/topology", "/health", "/ready"} <= named <= paths
@@ -304,7 +308,7 @@ def _example(language: str, word: str) -> str:
 @pytest.mark.slow
 async def test_the_readmes_examples_run(deployment: Deployment, tmp_path: Path) -> None:
     curl = _example("bash", "curl").replace(URL, deployment.url)
-    answer = load_json(await _run(deployment, tmp_path, "bash", "-euo", "pipefail", "-c", curl))
+    answer = msgspec.json.decode(await _run(deployment, tmp_path, "bash", "-euo", "pipefail", "-c", curl))
     text = answer["choices"][0]["message"]["content"]
     assert text.strip()
     assert answer["timing"]["critical_path"]
@@ -314,10 +318,38 @@ async def test_the_readmes_examples_run(deployment: Deployment, tmp_path: Path) 
     assert whole == streamed == text, "greedy answers to one question are one answer"
 
 
-def load_json(text: str) -> dict[str, Any]:
-    import msgspec
+@pytest.mark.slow
+async def test_a_router_and_workers_started_by_hand(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    block = _example("bash", "triptych router").replace("8000", port)
+    runtime_dir = tempfile.mkdtemp(dir="/tmp")  # short: paths of unix sockets are
+    words = [shlex.split(line.replace("/tmp/tri", runtime_dir))[1:] for line in block.splitlines()]
+    command = (sys.executable, "-m", "triptych.cli.main")
+    processes = [await asyncio.create_subprocess_exec(*command, *line, cwd=tmp_path) for line in words]
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+            assert await _becomes_ready(client)
+            body = {"messages": [{"role": "user", "content": "What is 2 plus 3?"}], "max_tokens": 8}
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        for process in reversed(processes):  # workers first: they leave over the router's API
+            process.terminate()
+            assert await asyncio.wait_for(process.wait(), 30) == 0
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        shutil.rmtree(runtime_dir, ignore_errors=True)
 
-    return msgspec.json.decode(text, type=dict[str, Any])
+
+async def _becomes_ready(client: httpx.AsyncClient) -> bool:
+    for _ in range(450):
+        with contextlib.suppress(httpx.TransportError):  # the router does not listen yet
+            if (await client.get("/ready")).is_success:
+                return True
+        await asyncio.sleep(0.2)
+    return False
 
 
 if __name__ == "__main__":

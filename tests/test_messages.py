@@ -72,7 +72,7 @@ EXAMPLES: list[Body] = [
         *ABOUT, mm_hash="ab" * 32,
         handle=messages.EmbeddingHandle(3, ADDRESS, RANGES[0], (6, 256), "bfloat16", 2**64 - 1),
     ),
-    messages.FetchKV(*ABOUT, first_block=2, consumer=ADDRESS),
+    messages.FetchKV(*ABOUT, consumer=ADDRESS),
     messages.KVPublished(
         *ABOUT, handle=messages.KVHandle(4, ADDRESS, 2, RANGES, [1, 2**64 - 1]), num_tokens=63, first_token_id=11
     ),

@@ -117,7 +117,7 @@ def bench() -> Iterator[Bench]:
 
 
 CANCEL = Cancel("r", 0)
-FETCH = FetchKV("r", 0, first_block=0, consumer=CONSUMER)
+FETCH = FetchKV("r", 0, consumer=CONSUMER)
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -343,7 +343,12 @@ def test_it_registers_until_the_router_answers(router: FakeRouter) -> None:
                 raise
 
         patch.setattr(Heart, "_post", post_and_tell)
-        starter = threading.Thread(target=lambda: refused.wait(20) and router.listen())
+
+        def listen_later() -> None:
+            refused.wait(20)
+            router.listen()
+
+        starter = threading.Thread(target=listen_later)
         starter.start()
         with heart(router):
             assert refused.is_set()

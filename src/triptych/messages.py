@@ -208,9 +208,8 @@ class EmbeddingPublished(RequestMessage, frozen=True):
 
 
 class FetchKV(RequestMessage, frozen=True):
-    """The decode worker asks for KV from block `first_block` of the request on; earlier ones it has."""
+    """The decode worker wants the request's KV, as it is computed."""
 
-    first_block: int
     consumer: WorkerAddress
 
 
@@ -225,7 +224,10 @@ class KVHandle(msgspec.Struct, frozen=True):
 
 
 class KVPublished(RequestMessage, frozen=True):
-    """Blocks whose tokens are computed. The last one carries the first token that the prefill worker sampled."""
+    """Blocks whose tokens are computed, of a prompt that the prefill worker is sure to finish.
+
+    The last one carries the first token that the prefill worker sampled.
+    """
 
     handle: KVHandle
     num_tokens: int  # tokens of the request whose KV is published up to here

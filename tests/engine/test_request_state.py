@@ -86,14 +86,14 @@ def test_hashes_made_step_by_step_equal_those_made_at_once(token_ids: list[int],
 
 
 def test_only_the_last_sampled_token_left_means_decoding() -> None:
-    request = make_request("r", [1, 2, 3])
-    request.num_computed_tokens = 2
-    assert not request.is_decoding  # the last token of the prompt
-    request.num_computed_tokens = 3
-    request.token_ids.append(9)
-    assert request.is_decoding
-    request.num_computed_tokens = 0
-    assert not request.is_decoding  # it was preempted
+    def is_decoding(num_computed_tokens: int, num_output_tokens: int) -> bool:
+        request = make_request("r", [1, 2, 3, *[9] * num_output_tokens], num_output_tokens=num_output_tokens)
+        request.num_computed_tokens = num_computed_tokens
+        return request.is_decoding
+
+    assert not is_decoding(2, 0)  # the last token of the prompt
+    assert is_decoding(3, 1)
+    assert not is_decoding(0, 1)  # it was preempted
 
 
 def test_tokens_of_an_earlier_attempt_count_as_output() -> None:

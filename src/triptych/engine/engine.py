@@ -102,6 +102,15 @@ class Engine:
         if missing:
             self._on_demand(request, missing)
 
+    def reserve(self, request: RequestState) -> bool:
+        """Whether the request is sure to finish its prompt: its embeddings are here to stay, and all its blocks."""
+        uncovered = request.uncovered_items(request.num_computed_tokens)
+        if any(item.mm_hash not in self.embeddings for item in uncovered):
+            return False
+        for item in uncovered:
+            self.embeddings.acquire(item.mm_hash, request.key)
+        return self.scheduler.reserve(request)
+
     def wants_embedding(self, mm_hash: str) -> bool:
         """Whether a live request waits for it and it is not here."""
         return mm_hash not in self.embeddings and any(mm_hash in r.demanded for r in self._requests())

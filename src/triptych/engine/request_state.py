@@ -80,6 +80,7 @@ class RequestState:
         self.stop_token_id: int | None = None
         self.block_table: list[int] = []
         self.num_committed_blocks = 0
+        self.is_reserved = False  # has all it needs to finish its prompt, and is not preempted before that
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.demanded: set[str] = set()  # mm_hashes asked for and not yet here

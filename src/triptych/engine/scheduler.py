@@ -166,7 +166,7 @@ class Scheduler:
         """Allocate the blocks that are missing for `num_tokens`, preempting later arrivals if it must be."""
         num_new = self._num_blocks(num_tokens) - len(request.block_table)
         while num_new > self._pool.num_free:
-            victim = next((r for r in reversed(self._running.values()) if r.status is not Status.WAITING_FOR_KV), None)
+            victim = next((r for r in reversed(self._running.values()) if self._may_preempt(r)), None)
             if victim is None or (victim is request and len(self._running) == 1):
                 return False  # blocks are leased to other workers: wait until they are released
             self._preempt(victim)
@@ -175,6 +175,24 @@ class Scheduler:
                 return False
         if num_new > 0:
             request.block_table += self._pool.allocate(num_new)
+        return True
+
+    def _may_preempt(self, request: RequestState) -> bool:
+        return not request.is_reserved and request.status is not Status.WAITING_FOR_KV
+
+    def reserve(self, request: RequestState) -> bool:
+        """Give a running request blocks for all its tokens, if they are free now, and keep it from being preempted.
+
+        A decode worker sets blocks aside for a prompt only when this worker is sure to finish it. Otherwise each could
+        wait for blocks that the other holds: there for prompts that cannot go on here, here for finished ones.
+        """
+        if request.is_reserved or request.key not in self._running:
+            return request.is_reserved
+        num_new = self._num_blocks(len(request.token_ids)) - len(request.block_table)
+        if num_new > self._pool.num_free:
+            return False
+        request.block_table += self._pool.allocate(max(num_new, 0))
+        request.is_reserved = True
         return True
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -202,8 +220,8 @@ class Scheduler:
             request.num_committed_blocks = index + 1
 
     def kv_arrived(self, request: RequestState, num_tokens: int) -> None:
-        """Another worker's KV covers the first `num_tokens` tokens."""
-        self.advance(request, num_tokens - request.num_computed_tokens)
+        """Another worker's KV covers the first `num_tokens` tokens; the prefix cache here may have covered more."""
+        self.advance(request, max(num_tokens - request.num_computed_tokens, 0))
 
     def finish(self, request: RequestState, reason: FinishReason | None) -> None:
         """Free everything that the request holds. `reason` None: it goes on elsewhere."""
@@ -217,6 +235,7 @@ class Scheduler:
         self._pool.release(request.block_table)
         request.block_table = []
         request.num_committed_blocks = 0
+        request.is_reserved = False
 
     def check(self) -> None:
         """Raise AssertionError unless statuses and blocks agree."""

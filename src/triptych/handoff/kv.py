@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import msgspec
 import torch
 
 from triptych.handoff.leases import Leases
@@ -131,6 +132,17 @@ class KVProducer:
 
         lease_id = self._leases.grant(consumer.name, consumer.epoch, request, end)
         return KVHandle(lease_id, self._address, first_block, ranges, checksums)
+
+
+def skip_blocks(handle: KVHandle, num_blocks: int) -> KVHandle:
+    """The handle without those of its blocks that are among the request's first `num_blocks`."""
+    skipped = min(max(num_blocks - handle.first_block, 0), len(handle.blocks))
+    return msgspec.structs.replace(
+        handle,
+        first_block=handle.first_block + skipped,
+        blocks=handle.blocks[skipped:],
+        checksums=handle.checksums[skipped:],
+    )
 
 
 def fetch_blocks(memory: KVMemory, handle: KVHandle, into_block_ids: Sequence[int]) -> None:

@@ -124,7 +124,9 @@ class Attempt:
     async def _next_event(self) -> FromWorker | Lost:
         left_s = self._deadline_s - self._clock.now()
         try:
-            return await asyncio.wait_for(self._inbox.get(), max(left_s, 0.0))
+            # Not wait_for: in Python 3.11 it swallows a cancel that comes together with a message.
+            async with asyncio.timeout(left_s):
+                return await self._inbox.get()
         except TimeoutError:
             raise DeadlineExceededError("the request did not end within its deadline") from None
 

@@ -43,11 +43,14 @@ class ZmqMailbox:
 
     def __init__(self, runtime_dir: str) -> None:
         self._path = Path(runtime_dir) / "router.sock"
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.asyncio.Context | None = (
+            None  # made by `start`: a context that is never used must be closed too
+        )
         self._senders: dict[str, zmq.Socket[bytes]] = {}  # by epoch; synchronous: a send only queues
         self._task: asyncio.Task[None] | None = None
 
     def start(self, on_envelope: OnEnvelope) -> None:
+        self._context = zmq.asyncio.Context()
         inbox = self._context.socket(zmq.PULL)
         inbox.setsockopt(zmq.LINGER, 0)
         inbox.setsockopt(zmq.RCVHWM, 0)
@@ -70,6 +73,7 @@ class ZmqMailbox:
     def send(self, address: WorkerAddress, body: messages.Body) -> None:
         sender = self._senders.get(address.epoch)
         if sender is None:
+            assert self._context is not None, "the mailbox was not started"
             sender = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
             sender.setsockopt(zmq.LINGER, 200)
             sender.setsockopt(zmq.SNDHWM, 0)
@@ -89,5 +93,6 @@ class ZmqMailbox:
         for sender in self._senders.values():
             sender.close(linger=200)
         self._senders.clear()
-        self._context.destroy(linger=200)
+        if self._context is not None:
+            self._context.destroy(linger=200)
         self._path.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from triptych.clock import Clock
 from triptych.engine.engine import Engine, StepResult
 from triptych.engine.request_state import RequestKey, RequestState
 from triptych.errors import TransferError
-from triptych.handoff.kv import KVMemory, fetch_blocks
+from triptych.handoff.kv import KVMemory, fetch_blocks, skip_blocks
 from triptych.messages import (
     AttemptFailed,
     Decode,
@@ -23,16 +23,18 @@ from triptych.messages import (
 )
 from triptych.stages.base import Mail
 from triptych.stages.requests import RequestFactory
-from triptych.types import FinishReason, WorkerAddress
+from triptych.types import WorkerAddress
 
 
 class _Import:
     """The KV of one request on its way from a prefill worker, until the first token that is sampled here."""
 
-    def __init__(self, source: WorkerAddress, now: float) -> None:
-        self.source = source
+    def __init__(self, request: RequestState, now: float) -> None:
+        self.request = request
         self.started_s = now
         self.arrived_s = now
+        self.submitted = False
+        self.waiting: list[KVPublished] = []  # leased, and not fetched before the engine has blocks for it
 
 
 class DecodeStage:
@@ -63,44 +65,61 @@ class DecodeStage:
             self._mail.to_router(Refused(message.request_id, message.attempt, Refusal.TOO_LONG, refusal))
             return
         request = self._requests.build(message, kv_from_elsewhere=True)
-        self._imports[request.key] = _Import(message.source, self._clock.now())
-        self._engine.submit(request)
-
-    def fetch_kv(self, request: RequestState) -> None:
-        """The request has its blocks: ask the prefill worker for all but those that the prefix cache gave."""
-        first_block = request.num_cached_tokens // self._requests.block_size
-        self.counters["kv_transfer_blocks_avoided_total"] += first_block
-        message = FetchKV(*request.key, first_block=first_block, consumer=self._address)
-        self._mail.to_worker(self._imports[request.key].source, message)
+        self._imports[request.key] = _Import(request, self._clock.now())
+        fetch = FetchKV(message.request_id, message.attempt, consumer=self._address)
+        self._mail.to_worker(message.source, fetch)
 
     def kv_published(self, message: KVPublished) -> None:
-        key = RequestKey(message.request_id, message.attempt)
-        request = self._engine.scheduler.get(key)
-        if request is not None and key in self._imports:
+        """Blocks are set aside here only now that the prompt is sure to be finished (`Scheduler.reserve`)."""
+        arrival = self._imports.get(RequestKey(message.request_id, message.attempt))
+        if arrival is None:
+            self._release(message)
+            return
+        arrival.waiting.append(message)
+        if not arrival.submitted:
+            arrival.submitted = True
+            self._engine.submit(arrival.request)
+        elif arrival.request.block_table:
+            self._fetch_waiting(arrival)
+
+    def after_step(self, result: StepResult) -> None:
+        for request in result.admitted_for_kv:
+            self._fetch_waiting(self._imports[request.key])
+
+    def _fetch_waiting(self, arrival: _Import) -> None:
+        """Copy what is published into the request's blocks; a transfer that fails ends the attempt."""
+        while arrival.waiting:
+            message = arrival.waiting.pop(0)
             try:
-                self._fetch(request, message)
+                self._fetch(arrival, message)
             except (TransferError, ValueError) as error:
                 self.counters["kv_transfer_failures_total"] += 1
-                self._give_up(key, f"KV of the prompt did not arrive: {error}")
-        self._mail.to_worker(message.handle.owner, LeaseReleased(message.handle.lease_id))
+                self._give_up(arrival.request.key, f"KV of the prompt did not arrive: {error}")
+            finally:
+                self._release(message)
 
-    def _fetch(self, request: RequestState, message: KVPublished) -> None:
-        handle, started_s = message.handle, self._clock.now()
+    def _fetch(self, arrival: _Import, message: KVPublished) -> None:
+        request, started_s = arrival.request, self._clock.now()
+        num_cached = request.num_cached_tokens // self._requests.block_size
+        handle = skip_blocks(message.handle, num_cached)
         blocks = request.block_table[handle.first_block : handle.first_block + len(handle.blocks)]
         fetch_blocks(self._memory, handle, blocks)
+        self.counters["kv_transfer_blocks_avoided_total"] += len(message.handle.blocks) - len(blocks)
         self.counters["kv_transfer_blocks_total"] += len(blocks)
         self.counters["kv_transfer_bytes_total"] += sum(r.num_bytes for r in handle.blocks)
         self.counters["kv_transfer_time_seconds_total"] += self._clock.now() - started_s
         self._engine.kv_arrived(request, message.num_tokens, message.first_token_id)
-        self._imports[request.key].arrived_s = self._clock.now()
+        arrival.arrived_s = self._clock.now()
+
+    def _release(self, message: KVPublished) -> None:
+        self._mail.to_worker(message.handle.owner, LeaseReleased(message.handle.lease_id))
 
     def kv_refused(self, message: KVRefused) -> None:
         self._give_up(RequestKey(message.request_id, message.attempt), message.message)
 
     def _give_up(self, key: RequestKey, reason: str) -> None:
-        request = self._engine.scheduler.get(key)
-        if request is not None:
-            self._engine.end(request, FinishReason.ERROR)
+        if key in self._imports:
+            self._engine.cancel(key)
             self.drop(key)
             self._mail.to_router(AttemptFailed(*key, message=reason, retryable=True))
 
@@ -111,9 +130,11 @@ class DecodeStage:
             return None
         return DecodeTiming(arrival.arrived_s - arrival.started_s, now - arrival.arrived_s)
 
-    def after_step(self, result: StepResult) -> None:
-        for request in result.admitted_for_kv:
-            self.fetch_kv(request)
-
     def drop(self, key: RequestKey) -> None:
-        self._imports.pop(key, None)
+        """Forget the hand-off of a request that ended; what it did not fetch is released."""
+        arrival = self._imports.pop(key, None)
+        while arrival is not None and arrival.waiting:
+            self._release(arrival.waiting.pop())
+
+    def num_live(self) -> int:
+        return len(self._imports)

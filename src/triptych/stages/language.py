@@ -180,7 +180,8 @@ class LanguageStage:
         self._probe()
 
     def num_live(self) -> int:
-        return len(self._engine.scheduler) + (self._prefill.num_live() if self._prefill else 0)
+        halves = (half.num_live() for half in (self._prefill, self._decode) if half)
+        return len(self._engine.scheduler) + sum(halves)
 
     def load(self) -> Load:
         scheduler, pool = self._engine.scheduler, self._engine.pool

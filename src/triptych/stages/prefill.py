@@ -60,7 +60,6 @@ class PrefillStage:
             self._mail.to_worker(message.consumer, KVRefused(message.request_id, message.attempt, reason))
             return
         export.consumer = message.consumer
-        export.num_published_blocks = message.first_block
         self._publish(export)
 
     def after_step(self, result: StepResult) -> None:
@@ -81,7 +80,10 @@ class PrefillStage:
                 self._publish(self._exports[request.key])
 
     def _publish(self, export: _Export) -> None:
-        """Lease what is computed and not yet published. The last message carries the first token."""
+        """Lease what is computed and not yet published, once the prompt is sure to be finished.
+
+        The last message carries the first token.
+        """
         if export.consumer is None:
             return
         request, block_size = export.request, self._requests.block_size
@@ -92,6 +94,8 @@ class PrefillStage:
         blocks = (export.held_blocks or request.block_table)[first:num_blocks]
         if not blocks and not is_last:
             return
+        if not is_last and not self._engine.reserve(request):
+            return  # the decode worker must not set blocks aside for what may never come
         pool = self._engine.pool
         pool.acquire(blocks)
         handle = self._kv.publish(blocks, first, export.consumer, request.key, lambda: pool.release(blocks))
