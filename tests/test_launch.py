@@ -131,6 +131,9 @@ class PlayRouter:
         await asyncio.sleep(self.delay_s)
         yield Finished(FinishReason.STOP, None, Usage(1, 1), Timing(0, 0, [], [], []))
 
+    def drain(self, name: str) -> bool:
+        return False
+
     def ready(self) -> bool:
         return {stage for worker in self.registry.workers() for stage in worker.info.stages} == set(Stage)
 

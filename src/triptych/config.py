@@ -86,7 +86,9 @@ class HandoffConfig(Section, frozen=True):
 class RouterConfig(Section, frozen=True):
     max_num_requests: Annotated[PositiveInt, doc("requests admitted at once; one more is answered 503 at once")] = 256
     deadline_s: Annotated[Seconds, doc("time for one request, from its arrival to its last token")] = 600.0
-    max_attempts: Annotated[PositiveInt, doc("how often a request may be planned anew after a worker was lost")] = 3
+    max_attempts: Annotated[
+        PositiveInt, doc("attempts at one request, the first included, and at encoding one of its items")
+    ] = 3
     capacity_wait_s: Annotated[
         Seconds, doc("how long a request whose worker was lost waits for one that can take it over")
     ] = 15.0

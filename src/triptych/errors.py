@@ -110,10 +110,6 @@ class PeerLostError(TransferError):
     """The producer is gone, or is a later life of the process that published."""
 
 
-class LeaseExpiredError(TransferError):
-    """The lease ran out before the consumer was done with it."""
-
-
 class ChecksumError(TransferError):
     """What was read is not what was published."""
 

@@ -274,7 +274,8 @@ Body = (
     | Prefill | Decode | Accepted | Refused | EmbeddingsNeeded | ItemHeld | StepOutput
     | AttemptFailed | Cancel
     | EmbeddingPublished | FetchKV | KVPublished | KVRefused | LeaseReleased
-    | Probe | Probed | PeerLost | Drain
+    | Probe | Probed | PeerLost
+    | Drain
 )  # fmt: skip
 
 

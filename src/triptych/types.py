@@ -163,6 +163,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
     epoch: str
     load: Load
     counters: dict[str, float] = {}
+    draining: bool = False  # it takes no new requests and leaves when those that run are done
 
 
 class ImageInput(msgspec.Struct, frozen=True):

@@ -22,10 +22,10 @@ import torch
 from triptych import messages
 from triptych.clock import MonotonicClock
 from triptych.config import Config, WorkerConfig
-from triptych.errors import TriptychError
+from triptych.errors import ConfigError, TriptychError
 from triptych.handoff.leases import Leases
 from triptych.heartbeat import Heart
-from triptych.messages import Drain, Envelope, LeaseReleased, PeerLost, Probe, Probed
+from triptych.messages import Decode, Drain, Envelope, LeaseReleased, PeerLost, Prefill, Probe, Probed, Refusal, Refused
 from triptych.models.family import Part
 from triptych.models.registry import open_model
 from triptych.stages.base import Mail, Stage
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 IDLE_WAIT_S = 0.05
+SLOW_TO_LOAD_BYTES = 256 << 20  # less than this is loaded before anybody wonders
 
 
 class Inbox(Mail, Protocol):
@@ -113,6 +114,9 @@ class Worker:
             self._mailbox.to_router(Probed(body.probe_id, self._probe()))
         elif isinstance(body, Drain):
             self._draining = True
+        elif self._draining and isinstance(body, Prefill | Decode):
+            reason = "the worker is leaving"
+            self._mailbox.to_router(Refused(body.request_id, body.attempt, Refusal.DRAINING, reason))
         else:
             for receive in self._routes.get(type(body), ()):
                 receive(body)
@@ -145,7 +149,7 @@ class Worker:
 
     def heartbeat(self, address: WorkerAddress) -> Callable[[], Heartbeat]:
         """What the heartbeat's thread calls."""
-        return lambda: Heartbeat(address.name, address.epoch, self.load, self.counters)
+        return lambda: Heartbeat(address.name, address.epoch, self.load, self.counters, self._draining)
 
     def on_signals(self) -> None:
         """SIGTERM: leave when the running requests are done; a second one: at once."""
@@ -173,6 +177,8 @@ def run(config: Config, worker: WorkerConfig) -> None:
     if worker.cores:
         os.sched_setaffinity(0, worker.cores)
     torch.set_num_threads(worker.num_threads)
+    if config.handoff.transport == "inproc" and set(worker.stages) != set(StageName):
+        raise ConfigError(f"worker {worker.name} does not host every stage: handoff.transport must be shm")
     spec = open_model(config.model.path, config.model, needed_parts(worker.stages))
     epoch, clock = secrets.token_hex(8), MonotonicClock()
     size = pool_bytes(config, spec, worker.stages)
@@ -234,6 +240,8 @@ def _log_progress(part: str) -> Callable[[int, int], None]:
 
     def progress(done_bytes: int, total_bytes: int) -> None:
         nonlocal reported
+        if total_bytes < SLOW_TO_LOAD_BYTES:
+            return
         quarter = 4 * done_bytes // max(total_bytes, 1)
         if quarter > reported:
             reported = quarter

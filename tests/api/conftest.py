@@ -93,6 +93,7 @@ class FakeRouter:
         self.script: list[Event | Exception | asyncio.Event] = [TextDelta("a ", 1), TextDelta("cat", 2), FINISHED]
         self.requests: list[Request] = []
         self.num_closed = 0
+        self.drained: list[str] = []
         self.num_cancelled = 0  # closed before the end of the script
         self.waiting = asyncio.Event()  # set while the script waits
         self.is_ready = True
@@ -114,6 +115,10 @@ class FakeRouter:
             raise
         finally:
             self.num_closed += 1
+
+    def drain(self, name: str) -> bool:
+        self.drained.append(name)
+        return name == "encode-0"
 
     def ready(self) -> bool:
         return self.is_ready

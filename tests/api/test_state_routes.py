@@ -96,3 +96,11 @@ async def test_metrics(api: Any) -> None:
     response = await api.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "triptych:time_to_first_token_seconds_count 0.0" in response.text
+
+
+async def test_an_operator_drains_a_worker_by_name(api: Any) -> None:
+    response = await api.http.post("/workers/drain", content=b'{"name": "encode-0"}')
+    assert response.status_code == 200
+    response = await api.http.post("/workers/drain", content=b'{"name": "other"}')
+    assert response.status_code == 404
+    assert api.router.drained == ["encode-0", "other"]

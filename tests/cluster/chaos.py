@@ -111,7 +111,7 @@ class Chaos:
         for _ in range(self._schedule.num_kills):
             await asyncio.sleep(self._random.random() * 0.02)
             name = self._random.choice(sorted(cluster.workers))
-            stages = [stage for stage in next(p.stages for p in cluster.placed if p.name == name)]
+            stages = list(next(p.stages for p in cluster.placed if p.name == name))
             cluster.kill(name)
             await asyncio.sleep(self._random.random() * 0.01)
             cluster.add(name, stages)

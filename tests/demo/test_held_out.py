@@ -92,9 +92,8 @@ async def test_every_placement_gives_the_same_tokens_and_mostly_the_right_answer
     with capsys.disabled():
         print(f"\n{'task':10} {'n':>4} {'float32':>8} {'bfloat16':>8} {'shipped':>8}")
         for task, n in Counter(question.task for question in questions).items():
-            print(
-                f"{task:10} {n:4} {exact_right[task] / n:8.0%} {rounded_right[task] / n:8.0%} {shipped[task]['accuracy']:8.0%}"
-            )
+            shares = (exact_right[task] / n, rounded_right[task] / n, shipped[task]["accuracy"])
+            print(f"{task:10} {n:4} " + " ".join(f"{share:8.0%}" for share in shares))
     reliable = [task for task, score in shipped.items() if score["accuracy"] >= RELIABLE]
     assert len(reliable) >= 5
     for task in reliable:

@@ -56,7 +56,7 @@ async def test_pictures_streams_and_errors(client: AsyncOpenAI) -> None:
     assert usage.completion_tokens == 12
     assert usage.model_dump()["prompt_tokens_details"]["cached_tokens"] > 0
 
-    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    broken: dict[str, object] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     with pytest.raises(openai.BadRequestError, match="image"):
         await client.chat.completions.create(model="tiny", messages=_messages(broken), stream=True)
     with pytest.raises(openai.NotFoundError):

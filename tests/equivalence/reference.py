@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,27 @@ from triptych.models.registry import ModelSpec
 from triptych.types import ImageInput, Prompt, Request, SamplingParams
 
 NUM_OUTPUT_TOKENS = 10
-WORDS = ["what", "is", "in", "the", "picture", "describe", "the", "image", "then", "say", "what", "the", "user", "wants", "to", "know", "about", "it", "all"]
+WORDS = [
+    "what",
+    "is",
+    "in",
+    "the",
+    "picture",
+    "describe",
+    "the",
+    "image",
+    "then",
+    "say",
+    "what",
+    "the",
+    "user",
+    "wants",
+    "to",
+    "know",
+    "about",
+    "it",
+    "all",
+]
 
 
 class Case(NamedTuple):
@@ -72,8 +92,9 @@ def picture(seed: int, width: int, height: int) -> bytes:
 
 def generate(spec: ModelSpec, cases: list[Case], prompts: list[Prompt]) -> list[list[int]]:
     """Greedy tokens of the whole model for each prompt, one by one, in float32."""
-    model = AutoModelForImageTextToText.from_pretrained(spec.path, dtype=torch.float32).eval()
-    processor = AutoImageProcessor.from_pretrained(spec.path, backend="pil")
+    model: Any = AutoModelForImageTextToText.from_pretrained(spec.path, dtype=torch.float32).eval()
+    load: Any = AutoImageProcessor.from_pretrained
+    processor = load(spec.path, backend="pil")
     outputs = []
     for case, prompt in zip(cases, prompts, strict=True):
         ids = torch.tensor([prompt.token_ids])

@@ -46,10 +46,9 @@ def _item(spec: ModelSpec, content: bytes) -> MediaItem:
     return MediaItem(Modality.IMAGE, "", content, spec.family.image_metadata(ImageSize(width, height)))
 
 
-def _config(media: Path, **engine: int) -> Config:
-    return Config(
-        engine=EngineConfig(**({"num_kv_blocks": 400} | engine)), media=MediaConfig(allowed_local_media_path=str(media))
-    )
+def _config(media: Path, *, num_kv_blocks: int = 400, block_size: int = 16, chunk: int = 512) -> Config:
+    engine = EngineConfig(num_kv_blocks=num_kv_blocks, block_size=block_size, max_num_batched_tokens=chunk)
+    return Config(engine=engine, media=MediaConfig(allowed_local_media_path=str(media)))
 
 
 async def _answer(cluster: Cluster, case: Case, media: Path, request_id: str) -> list[int]:
@@ -74,7 +73,7 @@ async def _answer_all(cluster: Cluster, reference: Reference, *, together: bool)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("chunk", [16, 64, 4096])
 async def test_batched_equals_the_reference(reference: Reference, placement: str, chunk: int) -> None:
-    config = _config(reference.media, max_num_batched_tokens=chunk)
+    config = _config(reference.media, chunk=chunk)
     async with Cluster(reference.spec, config, placement, seed=chunk) as cluster:
         outputs = await _answer_all(cluster, reference, together=True)
         encoders = [worker for name, worker in cluster.workers.items() if name.startswith("encode")]
@@ -104,7 +103,7 @@ async def test_one_by_one_with_prefix_hits_equals_the_reference(reference: Refer
 @pytest.mark.parametrize("placement", PLACEMENTS)
 async def test_forced_preemption_equals_the_reference(reference: Reference, placement: str) -> None:
     """KV for about two requests: running ones lose their blocks and are computed again, on whichever worker that is."""
-    config = _config(reference.media, num_kv_blocks=26, block_size=8, max_num_batched_tokens=48)
+    config = _config(reference.media, num_kv_blocks=26, block_size=8, chunk=48)
     async with Cluster(reference.spec, config, placement, seed=2) as cluster:
         outputs = await _answer_all(cluster, reference, together=True)
         assert _total(cluster, "num_preemptions_total") > 0

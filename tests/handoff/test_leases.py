@@ -52,12 +52,6 @@ class LeasesMachine(RuleBasedStateMachine):
         assert self.leases.release(lease_id) == (lease_id in self.out)
         self.out.pop(lease_id, None)
 
-    @rule(request=REQUESTS)
-    def release_request(self, request: tuple[str, int]) -> None:
-        ended = [i for i, lease in self.out.items() if lease[1] == request]
-        assert self.leases.release_request(request) == len(ended)
-        self.end(ended)
-
     @rule(epoch=CONSUMERS)
     def drop_consumer(self, epoch: str) -> None:
         self.lives[epoch] = self.lives.get(epoch, 0) + 1
@@ -121,7 +115,7 @@ def test_free_may_end_leases_that_are_about_to_end_with_it(leases: Leases) -> No
         leases.release(ids[1 - number])
 
     ids.extend(leases.grant("p0", "one", ("r", 0), partial(free, number)) for number in range(2))
-    assert leases.release_request(("r", 0)) == 1
+    assert leases.drop_consumer("one") == 1
     assert sorted(freed) == [0, 1]
 
 

@@ -1,4 +1,4 @@
-"""What workers ask of the router over HTTP: register, heartbeat, leave. Called by `worker.py` in every worker process.
+"""Workers over HTTP: they register, heartbeat and leave (`heartbeat.py` calls), and an operator drains one.
 
 Only loopback peers are heard: whoever may register a worker may read every prompt.
 """
@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from triptych.api.body import json_response, read_body
 from triptych.api.openai import ErrorBody, ErrorDetail, convert, decode_object
-from triptych.api.seam import RegistryLike
+from triptych.api.seam import RouterLike
 from triptych.errors import ConfigError, NotFoundError
 from triptych.types import Heartbeat, WorkerInfo
 
@@ -41,7 +41,13 @@ def is_loopback(request: Request) -> bool:
         return False
 
 
-def routes(registry: RegistryLike) -> list[Route]:
+class Draining(msgspec.Struct, frozen=True):
+    name: str
+
+
+def routes(router: RouterLike) -> list[Route]:
+    registry = router.registry
+
     async def register(request: Request) -> Response:
         info = convert(decode_object(await _body(request)), WorkerInfo)
         try:
@@ -61,7 +67,14 @@ def routes(registry: RegistryLike) -> list[Route]:
         registry.leave(leaving.name, leaving.epoch)
         return json_response({"ok": True})
 
+    async def drain(request: Request) -> Response:
+        draining = convert(decode_object(await _body(request)), Draining)
+        if not router.drain(draining.name):
+            raise NotFoundError(f"There is no worker {draining.name}.", param="name")
+        return json_response({"draining": draining.name})
+
     return [
+        Route("/workers/drain", drain, methods=["POST"]),
         Route("/workers/register", register, methods=["POST"]),
         Route("/workers/heartbeat", heartbeat, methods=["POST"]),
         Route("/workers/leave", leave, methods=["POST"]),

@@ -41,7 +41,7 @@ def create_app(router: RouterLike, config: Config, metrics: Metrics, admission: 
             Route("/v1/chat/completions", ChatEndpoint(router, config, metrics, admission or Admission())),
             *_model_routes(router),
             *_state_routes(router, metrics),
-            *admin.routes(router.registry),
+            *admin.routes(router),
         ],
         exception_handlers={TriptychError: _on_error, HTTPException: _on_http_error, Exception: _on_error},
     )

@@ -47,6 +47,10 @@ class RouterLike(Protocol):
         """`TextDelta`s, then one `Finished`, or a TriptychError. Closing or cancelling it cancels the request."""
         ...
 
+    def drain(self, name: str) -> bool:
+        """Tell a worker to finish what it has and leave. False: there is none of this name."""
+        ...
+
     def ready(self) -> bool:
         """Every stage has a live worker."""
         ...

@@ -1,7 +1,7 @@
 """Embeddings of media items on their way from an encode worker to a prefill worker.
 
 The producer's half runs on the encode worker's compute thread, called by `stages/encode.py`; `fetch_embedding` on the
-prefill worker's, called by `stages/prefill.py`.
+prefill worker's, called by `stages/language.py`.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from triptych.clock import Clock
 class _Lease(NamedTuple):
     consumer: str  # name, for the reader of a debugger
     consumer_epoch: str
-    request: tuple[str, int]  # request_id and attempt
+    request: tuple[str, int]  # request_id and attempt, for the same reader
     free: Callable[[], None]
     expires_s: float  # on the clock of this process
 
 
 class Leases:
-    """Each lease ends once: released, expired, or ended with its request or its consumer; then `free` is called.
+    """Each lease ends once: released, expired, or ended with its consumer; then `free` is called.
 
     A lease is gone before its `free` runs, so `free` may come back here, and one that raises is not called again.
     """
@@ -50,10 +50,6 @@ class Leases:
             return False
         lease.free()
         return True
-
-    def release_request(self, request: tuple[str, int]) -> int:
-        """End all leases of one attempt at a request; returns how many."""
-        return self._release_all([i for i, lease in self._leases.items() if lease.request == request])
 
     def drop_consumer(self, epoch: str) -> int:
         """End all leases of a dead consumer, those granted later too; returns how many."""

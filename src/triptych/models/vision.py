@@ -29,6 +29,7 @@ class VisionRunner:
 
     def __init__(self, spec: ModelSpec, tower: nn.Module, device: torch.device, report: WeightsReport) -> None:
         self.report = report
+        self.num_forwards = 0  # since start, those of probes not counted
         self._family = spec.family
         self._tower = tower
         self._device = device
@@ -48,7 +49,11 @@ class VisionRunner:
     @torch.inference_mode()
     def encode(self, items: Sequence[VisionInput]) -> list[torch.Tensor]:
         """For each item, in order, its embedding [num_embeds, hidden * (1 + deepstack layers)], contiguous."""
-        return [embedding for group in self._forwards(items) for embedding in self._encode(group)]
+        embeddings: list[torch.Tensor] = []
+        for group in self._forwards(items):
+            embeddings += self._encode(group)
+            self.num_forwards += 1
+        return embeddings
 
     def _forwards(self, items: Sequence[VisionInput]) -> Iterator[list[VisionInput]]:
         """Neighbours that share a forward."""
@@ -70,11 +75,12 @@ class VisionRunner:
         grids = torch.tensor([grid for _, grid in items], dtype=torch.int64, device=self._device)
         return self._family.encode(self._tower, patches.to(self._device, self._dtype), grids)
 
+    @torch.inference_mode()
     def probe(self) -> None:
         """Encode the smallest image there is. Raises EngineError if that fails or is not finite."""
         vision = self._family.vision
         side = vision.merge_size
         patches = np.zeros((side * side, vision.patch_dim), dtype=np.float32)
-        (embedding,) = self.encode([(patches, Grid(1, side, side))])
+        (embedding,) = self._encode([(patches, Grid(1, side, side))])
         if not bool(embedding.isfinite().all()):
             raise EngineError("the vision tower returned numbers that are not finite")

@@ -82,6 +82,7 @@ class Registry:
         if worker is None:
             return False
         worker.heard_s, worker.load, worker.counters = self._clock.now(), beat.load, beat.counters
+        worker.draining |= beat.draining  # once told to leave, it leaves
         return True
 
     def leave(self, name: str, epoch: str) -> None:

@@ -303,6 +303,14 @@ class Router:
             await asyncio.sleep(SWEEP_S)
             self.registry.sweep()
 
+    def drain(self, name: str) -> bool:
+        """Tell a worker to finish what it has and leave; it gets nothing new. False: there is none of this name."""
+        worker = next((worker for worker in self.registry.workers() if worker.name == name), None)
+        if worker is not None:
+            worker.draining = True
+            self._mailbox.send(worker.address, messages.Drain())
+        return worker is not None
+
     @property
     def max_model_len(self) -> int:
         """What the model allows and every worker's KV blocks hold, in tokens."""

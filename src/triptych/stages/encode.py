@@ -37,12 +37,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+COUNTERS = (
+    "encode_forwards_total",
+    "encode_items_total",
+    "encode_embeds_total",
+    "encode_time_seconds_total",
+    "encode_queue_time_seconds_total",
+    "encode_failures_total",
+    "encoder_cache_hits_total",
+    "encoder_cache_misses_total",
+    "encoder_cache_evictions_total",
+    "encoder_cache_embeds",
+)
+
 
 class VisionTower(Protocol):
     """`models/vision.py` in a worker, `testing.FakeTower` in tests of what is around it."""
 
+    num_forwards: int  # since start, those of probes not counted
+
     def encode(self, items: Sequence[tuple[NDArray[np.float32], Grid]]) -> list[torch.Tensor]:
-        """One forward; for each item its embedding [num_embeds, hidden * (1 + deepstack layers)]."""
+        """For each item its embedding [num_embeds, hidden * (1 + deepstack layers)]."""
         ...
 
     def probe(self) -> None: ...
@@ -114,10 +129,7 @@ class EncodeStage:
         self._prepared: dict[str, _Prepared] = {}
         self._demands: list[_Demand] = []
         self._unstored: dict[str, _Computed] = {}
-        self.counters: dict[str, float] = dict.fromkeys(
-            ("encode_forwards_total", "encode_items_total", "encode_embeds_total", "encode_time_seconds_total",
-             "encode_failures_total", "encoder_cache_hits_total", "encoder_cache_misses_total"), 0.0
-        )  # fmt: skip
+        self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
 
     def routes(self) -> Routes:
         return {PrepareItems: self.prepare, EncodeItems: self.demand, Cancel: self.cancel}
@@ -201,7 +213,8 @@ class EncodeStage:
         source = cached.source_for(demand.since_s)
         cached.served = True
         encode_s = cached.duration_s if source is EncodeSource.FORWARD else 0.0
-        queue_s = self._clock.now() - demand.since_s - encode_s
+        queue_s = max(self._clock.now() - demand.since_s - encode_s, 0.0)
+        self.counters["encode_queue_time_seconds_total"] += queue_s
         request_id, attempt = demand.key
         handle = self._pool.publish(cached.stored, demand.consumer, demand.key)
         self._mail.to_worker(demand.consumer, EmbeddingPublished(request_id, attempt, demand.mm_hash, handle))
@@ -241,7 +254,7 @@ class EncodeStage:
                     self._run([prepared])
             return
         duration_s = self._clock.now() - started_s
-        self.counters["encode_forwards_total"] += 1
+        self.counters["encode_forwards_total"] = float(self._tower.num_forwards)
         self.counters["encode_time_seconds_total"] += duration_s
         for prepared, embedding in zip(batch, embeddings, strict=True):
             self.counters["encode_items_total"] += 1
@@ -279,6 +292,7 @@ class EncodeStage:
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
+        self.counters["encoder_cache_embeds"] = float(self._num_cached_embeds)
         self.counters["encoder_cache_evictions_total"] = float(self._cache.num_evictions)
 
     def probe(self) -> None:
