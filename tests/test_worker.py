@@ -22,7 +22,7 @@ from triptych.stages.base import Routes
 from triptych.stages.encode import EncodeStage
 from triptych.stages.language import LanguageStage
 from triptych.transport.inproc import InProcTransport
-from triptych.types import Heartbeat, Load, Stage, WeightsReport, WorkerAddress, WorkerInfo
+from triptych.types import Heartbeat, Load, SamplingParams, Stage, WeightsReport, WorkerAddress, WorkerInfo
 from triptych.worker import StageSet, Worker, needed_parts
 
 CONSUMER = WorkerAddress("decode-0", "consumer", "", "")
@@ -202,6 +202,19 @@ def test_load_and_counters_are_there_for_the_heartbeat(bench: Bench) -> None:
     assert (beat.name, beat.epoch) == ("decode-0", "consumer")
     assert beat.load == Load(num_waiting=3, num_free_blocks=7, num_waiting_embeds=5, cached_embeds=6, num_leases=1)
     assert beat.counters["ticks"] == 1.0
+
+
+@pytest.mark.parametrize("kind", [messages.Prefill, messages.Decode])
+def test_a_draining_worker_refuses_new_requests_so_that_another_takes_them(bench: Bench, kind: type) -> None:
+    where = {"decode_elsewhere": False} if kind is messages.Prefill else {"source": CONSUMER}
+    new = kind("r", 0, token_ids=[1], num_output_tokens=0, items=[], sampling=SamplingParams(), cache_salt="", **where)
+    bench.inbox.put(Drain(), new, CANCEL)
+    bench.worker.turn(0.0)
+    (refused,) = bench.inbox.sent
+    assert isinstance(refused, messages.Refused)
+    assert refused.reason is messages.Refusal.DRAINING
+    assert bench.language.received == [CANCEL]
+    assert bench.worker.heartbeat(CONSUMER)().draining
 
 
 def test_drain_ends_an_idle_worker(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.router.workers import TTL_S, D, E, P, Told, info
@@ -100,6 +101,13 @@ def test_a_worker_that_was_swept_must_register_again() -> None:
     assert not told.registry.heartbeat(beat("e0"))
     told.registry.register(info("e0", [E]))
     assert told.live(E) == ["e0"]
+
+
+def test_a_worker_that_says_that_it_drains_gets_nothing_new_any_more() -> None:
+    told = Told(info("e0", [E]))
+    told.registry.heartbeat(msgspec.structs.replace(beat("e0"), draining=True))
+    told.registry.heartbeat(beat("e0"))
+    assert told.live(E) == []
 
 
 def test_draining_and_suspect_workers_get_nothing_new_and_stay_known() -> None:

@@ -31,7 +31,7 @@ PLACEMENTS = ["EPD", "1E/1PD", "2E/1P/1D"]
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0)
 
 

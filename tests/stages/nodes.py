@@ -112,6 +112,7 @@ class RecordingTower:
 
     def __init__(self, clock: ManualClock) -> None:
         self.batches: list[list[int]] = []  # embeds of each item of each forward, those that failed included
+        self.num_forwards = 0
         self.poisoned = True
         self._clock = clock
 
@@ -120,6 +121,7 @@ class RecordingTower:
         self.batches.append([len(patches) // 4 for patches, _ in items])
         if self.poisoned and any(patches[0, 0] == POISON[0] for patches, _ in items):
             raise RuntimeError("CUDA error: an illegal memory access")
+        self.num_forwards += 1
         return [torch.full((len(patches) // 4, WIDTH), float(patches[0, 0])) for patches, _ in items]
 
     def probe(self) -> None:
