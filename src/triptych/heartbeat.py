@@ -21,16 +21,26 @@ logger = logging.getLogger(__name__)
 
 
 class Heart:
-    """`with Heart(...)`: registered and beating inside, gone from the router after."""
+    """`with Heart(...)`: registered and beating inside, gone from the router after.
 
-    def __init__(self, router_url: str, info: WorkerInfo, beat: Callable[[], Heartbeat], period_s: float) -> None:
+    `on_refused` is called from the heartbeat's thread when a router that was started anew does not want this worker.
+    """
+
+    def __init__(
+        self,
+        router_url: str,
+        info: WorkerInfo,
+        beat: Callable[[], Heartbeat],
+        period_s: float,
+        on_refused: Callable[[], None] = lambda: None,
+    ) -> None:
         self._info = info
         self._beat = beat
         self._period_s = period_s
         self._stop = threading.Event()
         self._client = httpx.Client(base_url=router_url, timeout=5.0, trust_env=False)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self.refusal: str | None = None  # why the router does not want this worker
+        self._on_refused = on_refused
 
     def __enter__(self) -> Heart:
         self._register_until_known()
@@ -47,8 +57,8 @@ class Heart:
         self._client.close()
 
     def _register_until_known(self) -> None:
-        """Raises ConfigError if the router refuses; waits for a router that does not answer yet."""
-        while not self._stop.is_set():
+        """Waits for a router that does not answer yet, unless told to leave. Raises ConfigError if it refuses."""
+        while not (self._stop.is_set() or self._beat().draining):
             try:
                 response = self._post("/workers/register", self._info)
             except httpx.HTTPError as error:
@@ -69,6 +79,7 @@ class Heart:
                 logger.warning("heartbeat failed: %s", error)
             except ConfigError as error:
                 logger.error("%s", error)
+                self._on_refused()
                 return
 
     def _post(self, path: str, body: Heartbeat | WorkerInfo) -> httpx.Response:

@@ -130,7 +130,8 @@ class Supervisor:
             if delay_s is None:
                 return
             try:
-                await asyncio.wait_for(self._stopping.wait(), delay_s)
+                async with asyncio.timeout(delay_s):
+                    await self._stopping.wait()
             except TimeoutError:
                 continue
 

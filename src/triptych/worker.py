@@ -151,6 +151,10 @@ class Worker:
         """What the heartbeat's thread calls."""
         return lambda: Heartbeat(address.name, address.epoch, self.load, self.counters, self._draining)
 
+    def drain(self) -> None:
+        """Take nothing new, leave when the running requests are done. May be called from any thread."""
+        self._draining = True
+
     def on_signals(self) -> None:
         """SIGTERM: leave when the running requests are done; a second one: at once."""
 
@@ -193,7 +197,7 @@ def run(config: Config, worker: WorkerConfig) -> None:
         loop = Worker(stages, mailbox, transport, leases)
         loop.on_signals()
         info = worker_info(parts, worker, weights)
-        with Heart(worker.router_url, info, loop.heartbeat(address), config.router.heartbeat_s):
+        with Heart(worker.router_url, info, loop.heartbeat(address), config.router.heartbeat_s, loop.drain):
             loop.run()
         if stages.encode:
             stages.encode.close()

@@ -92,7 +92,8 @@ def picture(seed: int, width: int, height: int) -> bytes:
 
 def generate(spec: ModelSpec, cases: list[Case], prompts: list[Prompt]) -> list[list[int]]:
     """Greedy tokens of the whole model for each prompt, one by one, in float32."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(spec.path, dtype=torch.float32).eval()
+    model: Any = AutoModelForImageTextToText.from_pretrained(spec.path, dtype=torch.float32)
+    model.eval()
     load: Any = AutoImageProcessor.from_pretrained
     processor = load(spec.path, backend="pil")
     outputs = []

@@ -258,7 +258,6 @@ async def test_an_item_that_no_encode_worker_can_do_fails_its_request(
         assert error.status == 500
 
 
-@pytest.mark.xfail(strict=True, reason="EncodeStage keeps the tower's error as long as a request holds the item")
 async def test_a_failure_that_passes_is_tried_again_on_the_only_encode_worker(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

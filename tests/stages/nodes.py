@@ -111,6 +111,7 @@ class RecordingTower:
     """Embeddings whose every number is the item's first byte; `poisoned` makes it fail on POISON."""
 
     def __init__(self, clock: ManualClock) -> None:
+        self.num_forwards = 0
         self.batches: list[list[int]] = []  # embeds of each item of each forward, those that failed included
         self.num_forwards = 0
         self.poisoned = True
@@ -121,6 +122,7 @@ class RecordingTower:
         self.batches.append([len(patches) // 4 for patches, _ in items])
         if self.poisoned and any(patches[0, 0] == POISON[0] for patches, _ in items):
             raise RuntimeError("CUDA error: an illegal memory access")
+        self.num_forwards += 1
         self.num_forwards += 1
         return [torch.full((len(patches) // 4, WIDTH), float(patches[0, 0])) for patches, _ in items]
 

@@ -191,7 +191,6 @@ def test_a_step_that_fails_ends_its_requests_and_the_worker_goes_on(pd: Language
     assert ids(tokens(run(pd), "b")) == expected(5)
 
 
-@pytest.mark.xfail(strict=True, reason="LanguageStage._fail_step ends every request that holds blocks")
 def test_a_step_that_fails_leaves_those_that_were_not_in_it(clock: ManualClock) -> None:
     node = LanguageNode("worker-0", [Stage.PREFILL, Stage.DECODE], clock)
     node.receive(prefill("waits", PROMPT, IMAGE))

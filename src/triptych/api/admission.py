@@ -39,7 +39,8 @@ class Admission:
     async def wait_idle(self, timeout_s: float) -> bool:
         """True when the last request left in time."""
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

@@ -45,10 +45,20 @@ class StepResult(NamedTuple):
     advanced: list[RequestState]  # every request that computed tokens
     sampled: list[Sampled]
     admitted_for_kv: list[RequestState]
+    num_prompt_tokens: int  # computed by this step, tokens of earlier attempts and of preempted requests included
 
     @property
     def did_work(self) -> bool:
         return bool(self.advanced or self.admitted_for_kv)
+
+
+class StepError(Exception):
+    """A forward failed. `requests` were in it; `admitted_for_kv` only got their blocks, and are as good as before."""
+
+    def __init__(self, requests: list[RequestState], admitted_for_kv: list[RequestState], reason: str) -> None:
+        super().__init__(reason)
+        self.requests = requests
+        self.admitted_for_kv = admitted_for_kv
 
 
 class Engine:
@@ -146,11 +156,18 @@ class Engine:
         self.embeddings.shrink()
 
     def step(self) -> StepResult:
-        """One forward over what can run now; returns what it led to."""
+        """One forward over what can run now; returns what it led to. Raises StepError when the forward fails."""
         step = self.scheduler.schedule()
-        token_ids = self._execute(step) if step.chunks else []
+        try:
+            token_ids = self._execute(step) if step.chunks else []
+        except (RuntimeError, ValueError, IndexError) as error:  # torch's own, out of memory among them
+            raise StepError([chunk.request for chunk in step.chunks], step.admitted_for_kv, str(error)) from error
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in step.chunks if not chunk.request.is_decoding)
         return StepResult(
-            [chunk.request for chunk in step.chunks], self._advance(step, token_ids), step.admitted_for_kv
+            [chunk.request for chunk in step.chunks],
+            self._advance(step, token_ids),
+            step.admitted_for_kv,
+            num_prompt_tokens,
         )
 
     def _execute(self, step: ScheduledStep) -> list[int]:

@@ -76,6 +76,7 @@ class RequestState:
         self.decode_elsewhere = decode_elsewhere
         self.kv_from_elsewhere = kv_from_elsewhere
         self.status = Status.WAITING
+        self.arrival = 0  # order of arrival at this engine, kept when preempted; set by the scheduler
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
         self.block_table: list[int] = []

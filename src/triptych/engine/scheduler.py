@@ -52,6 +52,7 @@ class Scheduler:
         self._demand = demand
         self._waiting: OrderedDict[RequestKey, RequestState] = OrderedDict()
         self._running: OrderedDict[RequestKey, RequestState] = OrderedDict()  # all that hold blocks
+        self._num_arrivals = 0
         self.num_preemptions = 0
         self.num_prefix_queries_tokens = 0
         self.num_prefix_hit_tokens = 0
@@ -68,6 +69,8 @@ class Scheduler:
         return len(self._waiting) + len(self._running)
 
     def add(self, request: RequestState) -> None:
+        self._num_arrivals += 1
+        request.arrival = self._num_arrivals
         self._waiting[request.key] = request
 
     def get(self, key: RequestKey) -> RequestState | None:
@@ -91,7 +94,7 @@ class Scheduler:
         preempted_before = self.num_preemptions
         decoding = [request for request in self._running.values() if request.is_decoding]
         prefilling = [request for request in self._running.values() if not request.is_decoding]
-        for request in decoding + prefilling:
+        for request in decoding + sorted(prefilling, key=lambda r: r.arrival):
             if budget == 0:
                 break
             if request.key in self._running and request.status is not Status.WAITING_FOR_KV:
@@ -166,7 +169,8 @@ class Scheduler:
         """Allocate the blocks that are missing for `num_tokens`, preempting later arrivals if it must be."""
         num_new = self._num_blocks(num_tokens) - len(request.block_table)
         while num_new > self._pool.num_free:
-            victim = next((r for r in reversed(self._running.values()) if self._may_preempt(r)), None)
+            preemptable = (r for r in self._running.values() if self._may_preempt(r))
+            victim = max(preemptable, key=lambda r: r.arrival, default=None)
             if victim is None or (victim is request and len(self._running) == 1):
                 return False  # blocks are leased to other workers: wait until they are released
             self._preempt(victim)

@@ -13,6 +13,7 @@ from triptych.config import RouterConfig
 from triptych.messages import Probe, Probed
 from triptych.router.client import RouterMailbox
 from triptych.router.registry import RegisteredWorker, Registry
+from triptych.types import WorkerAddress
 
 
 class Probes:
@@ -21,7 +22,7 @@ class Probes:
         self._mailbox = mailbox
         self._config = config
         self._ids = itertools.count(1)
-        self._open: dict[int, asyncio.Future[str]] = {}
+        self._open: dict[int, tuple[str, asyncio.Future[str]]] = {}  # by probe_id: the worker's epoch, its answer
 
     async def run(self) -> None:
         while True:
@@ -37,10 +38,11 @@ class Probes:
     async def _probe(self, worker: RegisteredWorker) -> str:
         probe_id = next(self._ids)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._open[probe_id] = answer
+        self._open[probe_id] = (worker.address.epoch, answer)
         self._mailbox.send(worker.address, Probe(probe_id))
         try:
-            worker.suspect = await asyncio.wait_for(answer, self._config.probe_timeout_s)
+            async with asyncio.timeout(self._config.probe_timeout_s):
+                worker.suspect = await answer
         except TimeoutError:
             worker.suspect = f"no answer to a probe within {self._config.probe_timeout_s} s"
         finally:
@@ -48,6 +50,12 @@ class Probes:
         return worker.suspect
 
     def answered(self, sender: str, message: Probed) -> None:
-        answer = self._open.get(message.probe_id)
+        _, answer = self._open.get(message.probe_id, ("", None))
         if answer is not None and not answer.done():
             answer.set_result(message.error)
+
+    def lost(self, address: WorkerAddress) -> None:
+        """A dead worker does not answer: nobody waits for it."""
+        for epoch, answer in self._open.values():
+            if epoch == address.epoch and not answer.done():
+                answer.set_result("the worker was lost")

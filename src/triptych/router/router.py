@@ -249,7 +249,8 @@ class Router:
                     raise
                 self._joined.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._joined.wait(), left_s)
+                    async with asyncio.timeout(left_s):
+                        await self._joined.wait()
 
     def _metrics_of_token(self, marks: RequestMarks, num_output_tokens: int) -> None:
         if num_output_tokens == 1:
@@ -295,6 +296,7 @@ class Router:
         self._mailbox.forget(address)
         for worker in self.registry.workers():
             self._mailbox.send(worker.address, messages.PeerLost(address.name, address.epoch))
+        self._probes.lost(address)
         for attempt in self._attempts.values():
             attempt.deliver(Lost(address))
 

@@ -6,7 +6,7 @@ A failed transfer ends the attempt; the router plans the request anew from the t
 from __future__ import annotations
 
 from triptych.clock import Clock
-from triptych.engine.engine import Engine, StepResult
+from triptych.engine.engine import Engine
 from triptych.engine.request_state import RequestKey, RequestState
 from triptych.errors import TransferError
 from triptych.handoff.kv import KVMemory, fetch_blocks, skip_blocks
@@ -82,8 +82,9 @@ class DecodeStage:
         elif arrival.request.block_table:
             self._fetch_waiting(arrival)
 
-    def after_step(self, result: StepResult) -> None:
-        for request in result.admitted_for_kv:
+    def fetch_admitted(self, requests: list[RequestState]) -> None:
+        """These got their blocks in the step that is over."""
+        for request in requests:
             self._fetch_waiting(self._imports[request.key])
 
     def _fetch_waiting(self, arrival: _Import) -> None:

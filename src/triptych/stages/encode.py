@@ -207,6 +207,9 @@ class EncodeStage:
                 waiting.append(demand)
         served = len(waiting) < len(self._demands)
         self._demands = waiting
+        for prepared in self._prepared.values():
+            if not prepared.bad_media:
+                prepared.error = ""  # a failure of the tower may pass: the next demand tries again
         return served
 
     def _publish(self, demand: _Demand, cached: _Cached) -> None:

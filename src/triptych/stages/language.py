@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from triptych.clock import Clock
-from triptych.engine.engine import Engine, Sampled
+from triptych.engine.engine import Engine, Sampled, StepError
 from triptych.engine.request_state import RequestKey
 from triptych.errors import TransferError
 from triptych.handoff.embedding import fetch_embedding
@@ -112,11 +112,12 @@ class LanguageStage:
         started_s = self._clock.now()
         try:
             result = self._engine.step()
-        except RuntimeError as error:  # torch's errors, out of memory among them
+        except StepError as error:
             self._fail_step(error)
             return True
         if result.advanced:
             self.counters["engine_steps_total"] += 1
+            self.counters["prompt_tokens_computed_total"] += result.num_prompt_tokens
             self.counters["engine_step_time_seconds_total"] += self._clock.now() - started_s
         outputs = [self._output(sampled) for sampled in result.sampled]
         if outputs:
@@ -124,7 +125,7 @@ class LanguageStage:
         if self._prefill:
             self._prefill.after_step(result)
         if self._decode:
-            self._decode.after_step(result)
+            self._decode.fetch_admitted(result.admitted_for_kv)
         for request, _, finish_reason in result.sampled:
             if finish_reason is not None or request.decode_elsewhere:
                 self._engine.end(request, finish_reason)
@@ -143,10 +144,12 @@ class LanguageStage:
             decode=self._decode.timing_of_first_token(request.key, now) if self._decode else None,
         )
 
-    def _fail_step(self, error: RuntimeError) -> None:
+    def _fail_step(self, error: StepError) -> None:
         """A step that raised ends every request that was in it; the worker goes on with the others."""
-        logger.exception("an engine step failed")
-        for request in list(self._engine.scheduler.running):
+        logger.error("an engine step failed", exc_info=error)
+        if self._decode:
+            self._decode.fetch_admitted(error.admitted_for_kv)
+        for request in error.requests:
             self._engine.end(request, FinishReason.ERROR)
             self._drop(request.key)
             self._mail.to_router(AttemptFailed(*request.key, message=f"the engine failed: {error}", retryable=False))

@@ -33,7 +33,7 @@ def preprocess(item: ItemToEncode, to_patches: ToPatches) -> Preprocessed:
         return Preprocessed(item.mm_hash, to_patches(item))
     except MediaError as error:
         return Preprocessed(item.mm_hash, None, error.message)
-    except (OSError, ValueError, MemoryError) as error:
+    except Exception as error:  # noqa: BLE001  a decoder's own bug, on a thread where nobody would see it
         return Preprocessed(item.mm_hash, None, f"the image cannot be decoded: {error}")
 
 
