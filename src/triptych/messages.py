@@ -90,25 +90,25 @@ class ItemFailed(RequestMessage, frozen=True):
 # -- router to prefill and decode worker, and back ---------------------------------------------------------------------
 
 
-class Prefill(RequestMessage, frozen=True):
-    """Compute the prompt's KV and sample. The answer is `Accepted` or `Refused`."""
+class PromptMessage(RequestMessage, frozen=True):
+    """Base of the two messages that carry a whole prompt."""
 
-    token_ids: list[int]  # the prompt, then the tokens that an earlier attempt already produced
-    num_output_tokens: int  # how many of `token_ids` are output of an earlier attempt
+    token_ids: list[int]  # the prompt, then the tokens that earlier attempts already produced
+    num_output_tokens: int  # how many of `token_ids` are output of earlier attempts
     items: list[PromptItem]
     sampling: SamplingParams
     cache_salt: str
+
+
+class Prefill(PromptMessage, frozen=True):
+    """Compute the prompt's KV and sample. The answer is `Accepted` or `Refused`."""
+
     decode_elsewhere: bool  # hand the KV off after the first token, else go on here
 
 
-class Decode(RequestMessage, frozen=True):
+class Decode(PromptMessage, frozen=True):
     """Fetch the prompt's KV from `source` as it grows, then go on sampling."""
 
-    token_ids: list[int]
-    num_output_tokens: int
-    items: list[PromptItem]
-    sampling: SamplingParams
-    cache_salt: str
     source: WorkerAddress
 
 

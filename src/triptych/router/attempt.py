@@ -25,7 +25,7 @@ from triptych.router.client import RouterMailbox
 from triptych.router.marks import RequestMarks
 from triptych.router.plan import Plan, choose_encoder
 from triptych.router.registry import RegisteredWorker, Registry
-from triptych.types import MediaItem, Prompt, Request, WorkerAddress
+from triptych.types import MediaItem, Prompt, PromptItem, Request, SamplingParams, WorkerAddress
 
 
 class FromWorker(NamedTuple):
@@ -131,35 +131,23 @@ class Attempt:
             raise DeadlineExceededError("the request did not end within its deadline") from None
 
     def _submit(self, output_ids: list[int]) -> None:
-        request = self._request
-        message = messages.Prefill(
-            request.request_id,
-            self.number,
-            token_ids=self._prompt.token_ids + output_ids,
-            num_output_tokens=len(output_ids),
-            items=self._prompt.items,
-            sampling=request.sampling,
-            cache_salt=request.cache_salt,
-            decode_elsewhere=self.plan.decode_elsewhere,
-        )
+        message = messages.Prefill(*self._prompt_fields(output_ids), decode_elsewhere=self.plan.decode_elsewhere)
         self._charge(self.plan.prefill, num_requests=1)
         self._send(self.plan.prefill, message)
 
     def _start_decode(self, output_ids: list[int]) -> None:
-        request = self._request
-        message = messages.Decode(
-            request.request_id,
-            self.number,
-            token_ids=self._prompt.token_ids + output_ids,
-            num_output_tokens=len(output_ids),
-            items=self._prompt.items,
-            sampling=request.sampling,
-            cache_salt=request.cache_salt,
-            source=self.plan.prefill.address,
-        )
+        message = messages.Decode(*self._prompt_fields(output_ids), source=self.plan.prefill.address)
         self._charge(self.plan.decode, num_requests=1)
         self._marks.decode_sent()
         self._send(self.plan.decode, message)
+
+    def _prompt_fields(
+        self, output_ids: list[int]
+    ) -> tuple[str, int, list[int], int, list[PromptItem], SamplingParams, str]:
+        """Of `messages.PromptMessage`, in its order."""
+        request, token_ids = self._request, self._prompt.token_ids + output_ids
+        numbers = (request.request_id, self.number, token_ids, len(output_ids))
+        return (*numbers, self._prompt.items, request.sampling, request.cache_salt)
 
     def _on_message(self, sender: str, message: RequestMessage, output_ids: list[int]) -> None:
         match message:

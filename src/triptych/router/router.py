@@ -152,7 +152,10 @@ class Router:
         finally:
             for task in tasks:
                 task.cancel()
-        return [self._media_item(image, content) for image, content in zip(images, contents, strict=True)]
+        if not images:
+            return []
+        # On a thread: hashing tens of megabytes would hold up every other request's tokens.
+        return await asyncio.to_thread(lambda: [self._media_item(*pair) for pair in zip(images, contents, strict=True)])
 
     def _media_item(self, image: ImageInput, content: bytes) -> MediaItem:
         size = probe_image(content, self._config.media)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from triptych.clock import Clock
 from triptych.engine.request_state import PositionTable, RequestKey, RequestState
-from triptych.messages import Decode, Prefill
+from triptych.messages import PromptMessage
 from triptych.types import PromptItem
 
 PositionRule = Callable[[list[int], list[PromptItem]], tuple["NDArray[np.int64]", int]]
@@ -24,14 +24,14 @@ class RequestFactory:
         self._clock = clock
         self.block_size = block_size
 
-    def refuse(self, message: Prefill | Decode) -> str | None:
+    def refuse(self, message: PromptMessage) -> str | None:
         """Why a request can never run here. The router checks the same limit first; this guards against drift."""
         if len(message.token_ids) >= self._max_model_len:
             return f"{len(message.token_ids)} tokens leave no room for output in {self._max_model_len}"
         return None
 
     def build(
-        self, message: Prefill | Decode, *, decode_elsewhere: bool = False, kv_from_elsewhere: bool = False
+        self, message: PromptMessage, *, decode_elsewhere: bool = False, kv_from_elsewhere: bool = False
     ) -> RequestState:
         num_prompt_tokens = len(message.token_ids) - message.num_output_tokens
         positions, delta = self._positions(message.token_ids[:num_prompt_tokens], message.items)

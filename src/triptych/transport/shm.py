@@ -13,11 +13,9 @@ import os
 from pathlib import Path
 
 from triptych.errors import ConfigError, PeerLostError
-from triptych.messages import Range
-from triptych.transport.base import Slot
 from triptych.transport.descriptor import DescriptorServer, remove_stale_sockets, request_descriptor
-from triptych.transport.peers import MappedPeers
-from triptych.transport.pool import MemoryPool, map_size, part
+from triptych.transport.pool import map_size
+from triptych.transport.pooled import PooledTransport
 from triptych.types import WorkerAddress
 
 # A pool that could be cut short would kill its readers by SIGBUS.
@@ -26,7 +24,7 @@ _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _F_SEAL_FUTURE_WRITE = 0x10
 
 
-class ShmTransport:
+class ShmTransport(PooledTransport):
     """The worker's own pool behind a unix socket in `runtime_dir`, and the mapped pools of others by epoch.
 
     `prefault` takes all memory at once: the first touch of a page costs twenty times its copy. Raises ConfigError
@@ -38,12 +36,9 @@ class ShmTransport:
     def __init__(
         self, address_name: str, epoch: str, pool_bytes: int, runtime_dir: str | Path, prefault: bool = True
     ) -> None:
-        self._epoch = epoch
-        self._peers = MappedPeers(_map_peer)
-        self._closed = False
         num_bytes = map_size(pool_bytes)
         self._fd, mapping = _create_pool(f"triptych-{address_name}", num_bytes, prefault)
-        self._pool = MemoryPool(mapping)
+        super().__init__(epoch, mapping, _map_peer)
         directory = Path(runtime_dir).absolute()  # peers may run in another directory
         remove_stale_sockets(list(directory.glob(f"{glob.escape(address_name)}.*.pool")))
         # The epoch is part of the path: an earlier life that still winds down removes its own socket, not ours.
@@ -51,44 +46,15 @@ class ShmTransport:
         try:
             self._server = DescriptorServer(path, self._fd, num_bytes, address_name, epoch)
         except ConfigError:
-            self._pool.close()
+            self._close_pool()
             os.close(self._fd)
             raise
         self.pool_path = str(path)
 
-    def allocate(self, num_bytes: int) -> Slot:
-        return self._pool.allocate(num_bytes)
-
-    def memory(self, slot: Slot) -> memoryview:
-        return self._pool.memory(slot)
-
-    def free(self, slot: Slot) -> None:
-        self._pool.free(slot)
-
-    def fetch(self, owner: WorkerAddress, range: Range) -> memoryview:
-        if owner.epoch == self._epoch:
-            return part(self._pool.view, range)
-        return part(self._peers.view(owner), range)
-
-    def forget(self, owner_epoch: str) -> None:
-        self._peers.forget(owner_epoch)
-
-    @property
-    def used_bytes(self) -> int:
-        return self._pool.used_bytes
-
-    def check(self) -> None:
-        self._pool.check()
-        self._peers.check()
-
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._server.close()
-        self._peers.close()
-        self._pool.close()
-        os.close(self._fd)
+        if self._close_pool():
+            self._server.close()
+            os.close(self._fd)
 
 
 def _create_pool(label: str, num_bytes: int, prefault: bool) -> tuple[int, mmap.mmap]:
