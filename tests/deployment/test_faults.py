@@ -121,3 +121,23 @@ async def test_stopping_lets_running_requests_end_and_leaves_nothing_behind(conf
         assert pid is not None
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+async def test_a_drained_worker_finishes_leaves_and_is_replaced_while_others_take_its_work(config: Config) -> None:
+    async with (
+        Deployment(config, Placement.parse("1E/1P/2D")) as deployment,
+        httpx.AsyncClient(base_url=deployment.url, timeout=120, trust_env=False) as client,
+    ):
+        expected = [await _ask(client, seed, 60) for seed in range(NUM_REQUESTS)]
+        first_pid = deployment.pid("decode-0")
+        before = [asyncio.create_task(_ask(client, seed, 60)) for seed in range(NUM_REQUESTS)]
+        await asyncio.sleep(0.1)
+        assert (await client.post("/workers/drain", json={"name": "decode-0"})).status_code == 200
+        after = [asyncio.create_task(_ask(client, seed, 60)) for seed in range(NUM_REQUESTS)]
+        assert await asyncio.gather(*before, *after) == expected * 2
+
+        async def is_replaced() -> bool:
+            states = {w["name"]: w["state"] for w in (await client.get("/topology")).json()["workers"]}
+            return states.get("decode-0") == "live" and deployment.pid("decode-0") not in (None, first_pid)
+
+        await _until(is_replaced)
