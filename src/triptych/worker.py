@@ -85,12 +85,13 @@ class Worker:
         self._leases = leases
         self._routes = merge_routes(stages.hosted)
         self._draining = False
+        self._abandoned = False
         self._next_tick_s = 0.0
 
     def run(self) -> None:
-        """Until told to drain, and then until no request is left."""
+        """Until told to drain, and then until no request is left; or until abandoned."""
         busy = False
-        while not (self._draining and self.num_live() == 0):
+        while not (self._abandoned or (self._draining and self.num_live() == 0)):
             busy = self.turn(0.0 if busy else IDLE_WAIT_S)
 
     def turn(self, timeout_s: float) -> bool:
@@ -151,9 +152,9 @@ class Worker:
         """What the heartbeat's thread calls."""
         return lambda: Heartbeat(address.name, address.epoch, self.load, self.counters, self._draining)
 
-    def drain(self) -> None:
-        """Take nothing new, leave when the running requests are done. May be called from any thread."""
-        self._draining = True
+    def abandon(self) -> None:
+        """Leave at once: the router counts this life as over. May be called from any thread."""
+        self._abandoned = True
 
     def on_signals(self) -> None:
         """SIGTERM: leave when the running requests are done; a second one: at once."""
@@ -197,7 +198,7 @@ def run(config: Config, worker: WorkerConfig) -> None:
         loop = Worker(stages, mailbox, transport, leases)
         loop.on_signals()
         info = worker_info(parts, worker, weights)
-        with Heart(worker.router_url, info, loop.heartbeat(address), config.router.heartbeat_s, loop.drain):
+        with Heart(worker.router_url, info, loop.heartbeat(address), config.router.heartbeat_s, loop.abandon):
             loop.run()
         if stages.encode:
             stages.encode.close()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from tests.deployment.conftest import chat, image_part
@@ -141,3 +143,28 @@ async def test_a_drained_worker_finishes_leaves_and_is_replaced_while_others_tak
             return states.get("decode-0") == "live" and deployment.pid("decode-0") not in (None, first_pid)
 
         await _until(is_replaced)
+
+
+async def test_a_worker_that_was_frozen_and_counted_as_lost_starts_anew(config: Config) -> None:
+    """Its leases ended and its requests went elsewhere: the frozen life must not serve again."""
+    config = msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, heartbeat_ttl_s=1.0))
+    async with (
+        Deployment(config, Placement.parse("1E/1P/2D")) as deployment,
+        httpx.AsyncClient(base_url=deployment.url, timeout=120, trust_env=False) as client,
+    ):
+        expected = [await _ask(client, seed, 60) for seed in range(NUM_REQUESTS)]
+        pid = deployment.pid("decode-0")
+        assert pid is not None
+        answers = [asyncio.create_task(_ask(client, seed, 60)) for seed in range(NUM_REQUESTS)]
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGSTOP)
+        assert await asyncio.gather(*answers) == expected
+        os.kill(pid, signal.SIGCONT)
+
+        async def is_replaced() -> bool:
+            names = [worker["name"] for worker in (await client.get("/topology")).json()["workers"]]
+            return "decode-0" in names and deployment.pid("decode-0") not in (None, pid)
+
+        await _until(is_replaced)
+        again = [asyncio.create_task(_ask(client, seed, 60)) for seed in range(NUM_REQUESTS)]
+        assert await asyncio.gather(*again) == expected

@@ -94,12 +94,14 @@ def test_a_heartbeat_of_an_unknown_life_is_not_taken(name: str, epoch: str) -> N
     assert told.registry.workers()[0].load.num_running == 0
 
 
-def test_a_worker_that_was_swept_must_register_again() -> None:
+def test_a_worker_that_was_swept_must_start_anew() -> None:
     told = Told(info("e0", [E]))
     told.clock.advance(TTL_S + 1)
     told.registry.sweep()
     assert not told.registry.heartbeat(beat("e0"))
-    told.registry.register(info("e0", [E]))
+    with pytest.raises(ConfigError, match="declared lost"):
+        told.registry.register(info("e0", [E]))
+    told.registry.register(info("e0", [E], epoch="2"))
     assert told.live(E) == ["e0"]
 
 

@@ -167,8 +167,7 @@ class Attempt:
             case messages.ItemFailed():
                 self._on_item_failed(sender, message)
             case messages.ItemHeld():
-                self._open.pop(message.mm_hash, None)
-                self._marks.item_held(message.mm_hash)
+                self._on_item_held(sender, message)
             case messages.AttemptFailed():
                 kind = WorkerLostError if message.retryable else EngineError
                 raise kind(message.message)
@@ -229,6 +228,12 @@ class Attempt:
         consumer = self._open[mm_hash].consumer
         self._move_item(mm_hash)
         self._demand([mm_hash], consumer)
+
+    def _on_item_held(self, sender: str, message: messages.ItemHeld) -> None:
+        self._marks.item_held(message.mm_hash)
+        item = self._open.get(message.mm_hash)
+        if item is not None and item.consumer.name == sender:
+            del self._open[message.mm_hash]
 
     def _on_item_failed(self, sender: str, message: messages.ItemFailed) -> None:
         if message.bad_media:

@@ -60,9 +60,13 @@ class Registry:
         self._on_lost = on_lost
         self._on_joined = on_joined
         self._workers: dict[str, RegisteredWorker] = {}
+        self._lost_epochs: set[str] = set()
 
     def register(self, info: WorkerInfo) -> None:
-        """Raises ConfigError for a worker that embeddings and KV must not be exchanged with."""
+        """Raises ConfigError for a worker that embeddings and KV must not be exchanged with, and for a life that was
+        declared lost: its requests went elsewhere and its leases ended, so it has to start anew."""
+        if info.address.epoch in self._lost_epochs:
+            raise ConfigError(f"worker {info.address.name} epoch {info.address.epoch} was declared lost; start it anew")
         if info.version_hash != self._version_hash:
             raise ConfigError(
                 f"worker {info.address.name} has version hash {info.version_hash}, this deployment "
@@ -104,6 +108,7 @@ class Registry:
 
     def _lose(self, worker: RegisteredWorker, reason: str, level: int = logging.WARNING) -> None:
         del self._workers[worker.name]
+        self._lost_epochs.add(worker.address.epoch)
         logger.log(level, "worker=%s epoch=%s lost: %s", worker.name, worker.address.epoch, reason)
         self._on_lost(worker.address)
 
