@@ -159,11 +159,18 @@ async def test_a_worker_that_was_frozen_and_counted_as_lost_starts_anew(config: 
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGSTOP)
         assert await asyncio.gather(*answers) == expected
-        os.kill(pid, signal.SIGCONT)
+
+        async def names() -> list[str]:
+            return [worker["name"] for worker in (await client.get("/topology")).json()["workers"]]
+
+        async def is_lost() -> bool:
+            return "decode-0" not in await names()
 
         async def is_replaced() -> bool:
-            names = [worker["name"] for worker in (await client.get("/topology")).json()["workers"]]
-            return "decode-0" in names and deployment.pid("decode-0") not in (None, pid)
+            return "decode-0" in await names() and deployment.pid("decode-0") not in (None, pid)
+
+        await _until(is_lost)
+        os.kill(pid, signal.SIGCONT)
 
         await _until(is_replaced)
         again = [asyncio.create_task(_ask(client, seed, 60)) for seed in range(NUM_REQUESTS)]
