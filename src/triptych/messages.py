@@ -303,4 +303,7 @@ def encode(body: Body, sender: str, epoch: str) -> bytes:
 
 def decode(frame: bytes) -> Envelope:
     """Raises msgspec.DecodeError on anything that is not an envelope of this protocol."""
-    return _decoder.decode(frame)
+    try:
+        return _decoder.decode(frame)
+    except RecursionError:
+        raise msgspec.DecodeError("the frame is nested too deep") from None

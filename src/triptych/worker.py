@@ -7,12 +7,14 @@ a long forward does not make a healthy worker look lost.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import secrets
 import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -165,7 +167,9 @@ class Worker:
             self._draining = True
 
         signal.signal(signal.SIGTERM, terminate)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher decides
+        supervised = multiprocessing.parent_process() is not None
+        # Ctrl-C reaches the whole group of a deployment, where the launcher decides; a worker started by hand drains.
+        signal.signal(signal.SIGINT, signal.SIG_IGN if supervised else terminate)
 
 
 def merge_routes(stages: list[Stage]) -> dict[type, list[Callable[[Any], None]]]:
@@ -188,6 +192,8 @@ def run(config: Config, worker: WorkerConfig) -> None:
     epoch, clock = secrets.token_hex(8), MonotonicClock()
     size = pool_bytes(config, spec, worker.stages)
     transport = select_transport(config.handoff, size, worker.name, epoch, worker.runtime_dir)
+    for stale in Path(worker.runtime_dir).glob(f"{worker.name}-????????.sock"):
+        stale.unlink(missing_ok=True)  # of an earlier life that was killed
     endpoint = worker_endpoint(worker.runtime_dir, worker.name, epoch)
     address = WorkerAddress(worker.name, epoch, endpoint, transport.pool_path)
     mailbox = Mailbox(address, router_endpoint(worker.runtime_dir))

@@ -33,6 +33,20 @@ class MediaLayout(Protocol):
         ...
 
 
+def num_characters(value: object) -> int:
+    """Characters of all strings in messages or template variables, however deep they lie."""
+    total, pending = 0, [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, dict):
+            pending += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            pending += value
+    return total
+
+
 class PromptBuilder:
     """One for the router's life. Raises ConfigError for a checkpoint whose files do not fit together."""
 
@@ -61,10 +75,14 @@ class PromptBuilder:
         Raises BadRequestError where the template refuses the messages or leaves another number of placeholders.
         """
         client = ClientText(self._specials)
-        kwargs = {name: client.hide(value) for name, value in (template_kwargs or {}).items()}
+        try:
+            kwargs = {name: client.hide(value) for name, value in (template_kwargs or {}).items()}
+            hidden = client.hide(messages)
+        except RecursionError:
+            raise BadRequestError("values are nested too deep", param="chat_template_kwargs") from None
         for reserved in ("messages", "add_generation_prompt"):
             kwargs.pop(reserved, None)
-        rendered = self.template.render(client.hide(messages), add_generation_prompt, **kwargs)
+        rendered = self.template.render(hidden, add_generation_prompt, **kwargs)
         tokens = self._specials.encode(rendered, client, self._wants_special_tokens(rendered))
         return self._place(tokens, items)
 

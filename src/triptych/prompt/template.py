@@ -74,7 +74,7 @@ class ChatTemplate:
         settings = read_settings(model_dir / "tokenizer_config.json")
         return cls(_source(model_dir, settings), _named_tokens(settings))
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **kwargs: Any) -> str:
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, /, **kwargs: Any) -> str:
         """The prompt's text. Raises BadRequestError where the template refuses the messages."""
         # As in transformers: many templates take a missing key and fail on None.
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -77,9 +78,13 @@ class ZmqMailbox:
             sender = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
             sender.setsockopt(zmq.LINGER, 200)
             sender.setsockopt(zmq.SNDHWM, 0)
-            sender.connect(address.endpoint)
             self._senders[address.epoch] = sender
-        sender.send(messages.encode(body, "router", ""), zmq.DONTWAIT)
+            try:
+                sender.connect(address.endpoint)
+            except zmq.ZMQError as error:
+                logger.error("worker=%s cannot be reached: %s", address.name, error)
+        with contextlib.suppress(zmq.Again):  # nobody reads there: the registry will hear of it
+            sender.send(messages.encode(body, "router", ""), zmq.DONTWAIT)
 
     def forget(self, address: WorkerAddress) -> None:
         sender = self._senders.pop(address.epoch, None)

@@ -65,6 +65,8 @@ class Registry:
     def register(self, info: WorkerInfo) -> None:
         """Raises ConfigError for a worker that embeddings and KV must not be exchanged with, and for a life that was
         declared lost: its requests went elsewhere and its leases ended, so it has to start anew."""
+        if info.max_model_len < 1:
+            raise ConfigError(f"worker {info.address.name} says that it has room for {info.max_model_len} tokens")
         if info.address.epoch in self._lost_epochs:
             raise ConfigError(f"worker {info.address.name} epoch {info.address.epoch} was declared lost; start it anew")
         if info.version_hash != self._version_hash:

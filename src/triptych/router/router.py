@@ -17,13 +17,20 @@ import msgspec
 from triptych import messages
 from triptych.clock import Clock, MonotonicClock
 from triptych.config import Config
-from triptych.errors import BadRequestError, NoCapacityError, OverloadedError, TriptychError, WorkerLostError
+from triptych.errors import (
+    BadRequestError,
+    MediaError,
+    NoCapacityError,
+    OverloadedError,
+    TriptychError,
+    WorkerLostError,
+)
 from triptych.media.fetch import MediaFetcher
 from triptych.media.hash import mm_hash
 from triptych.media.probe import probe_image
 from triptych.observe.metrics import Metrics
 from triptych.prompt.detokenize import IncrementalDetokenizer
-from triptych.prompt.layout import PromptBuilder
+from triptych.prompt.layout import PromptBuilder, num_characters
 from triptych.router.attempt import Attempt, FromWorker, Lost
 from triptych.router.client import RouterMailbox
 from triptych.router.health import Probes
@@ -47,6 +54,7 @@ from triptych.types import (
 logger = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
+MOST_CHARACTERS_A_TOKEN = 16  # on the average of a whole prompt; prose has four or five
 
 
 class Router:
@@ -104,11 +112,11 @@ class Router:
 
     async def handle(self, request: Request) -> AsyncGenerator[Event, None]:
         """`TextDelta`s, then one `Finished`; or a TriptychError. Closing it cancels the request in every stage."""
-        self._admit()
         marks = RequestMarks(request.request_id, self._clock)
         self._metrics.request_started()
         self.num_running += 1
         try:
+            self._admit()
             with marks.fetch():
                 media = await self._fetch(request.images)
             with marks.plan():
@@ -119,6 +127,8 @@ class Router:
                 async for event in events:
                     yield event
         except TriptychError as error:
+            if isinstance(error, MediaError) and error.param is None:
+                error.param = "messages"
             marks.failed(error)
             self._metrics.failed(error)
             raise
@@ -135,8 +145,9 @@ class Router:
         """Before any work on media. Raises OverloadedError."""
         if self.closing:
             raise OverloadedError("the server is shutting down")
-        if self.num_running >= self._config.router.max_num_requests:
-            raise OverloadedError(f"{self.num_running} requests are in flight, the limit; ask again")
+        limit = self._config.router.max_num_requests
+        if self.num_running > limit:  # this one counts already
+            raise OverloadedError(f"{limit} requests are in flight, the limit; ask again")
         for stage in (Stage.PREFILL, Stage.DECODE):
             if not self.registry.live(stage):
                 raise NoCapacityError(f"no live worker hosts the {stage} stage")
@@ -164,6 +175,13 @@ class Router:
         return MediaItem(Modality.IMAGE, identity, content, self._builder.layout.image_metadata(size))
 
     def _lay_out(self, request: Request, media: list[MediaItem]) -> Prompt:
+        """Raises BadRequestError for text that cannot fit, before it is tokenized: that would hold up everybody."""
+        length, limit = num_characters([request.messages, request.template_kwargs]), self.max_model_len
+        if length > MOST_CHARACTERS_A_TOKEN * limit:
+            raise BadRequestError(
+                f"the messages have {length} characters, more than fit into the model's limit of {limit} tokens",
+                param="messages",
+            )
         return self._builder.build(
             request.messages,
             media,

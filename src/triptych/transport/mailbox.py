@@ -72,7 +72,11 @@ class Mailbox:
         if socket is None or endpoint != address.endpoint:
             if socket is not None:  # an earlier life of this worker: what it did not read is void
                 socket.close(linger=0)
-            socket = self._connect(address.endpoint)
+            try:
+                socket = self._connect(address.endpoint)
+            except (ConfigError, zmq.ZMQError) as error:
+                logger.warning("a message was dropped: %s for %s: %s", type(body).__name__, address.name, error)
+                return
             self._peers[address.name] = (address.endpoint, socket)
         self._send(socket, body)
 
