@@ -7,7 +7,6 @@ a long forward does not make a healthy worker look lost.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import secrets
 import signal
@@ -167,9 +166,9 @@ class Worker:
             self._draining = True
 
         signal.signal(signal.SIGTERM, terminate)
-        supervised = multiprocessing.parent_process() is not None
-        # Ctrl-C reaches the whole group of a deployment, where the launcher decides; a worker started by hand drains.
-        signal.signal(signal.SIGINT, signal.SIG_IGN if supervised else terminate)
+        # A supervised worker ignores Ctrl-C already (`supervisor.worker_main`); one that was started by hand drains.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, terminate)
 
 
 def merge_routes(stages: list[Stage]) -> dict[type, list[Callable[[Any], None]]]:

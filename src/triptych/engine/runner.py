@@ -13,6 +13,7 @@ import torch
 
 from triptych.engine.attention import NAME, StepAttention, register_attention
 from triptych.engine.batch import EmbeddingSlice, SequenceChunk, StepBatch
+from triptych.engine.kv_blocks import SCRATCH_BLOCK
 from triptych.errors import EngineError
 from triptych.models.family import Part
 from triptych.models.language import LanguageModel
@@ -20,8 +21,6 @@ from triptych.models.registry import ModelSpec
 from triptych.models.swaps import swap_linears, swap_rms_norms
 from triptych.models.weights import Progress, load_part, resolve_device, torch_dtype
 from triptych.types import WeightsReport
-
-SCRATCH_BLOCK = 0  # KV block that no sequence owns
 
 
 class ModelRunner:

@@ -44,9 +44,8 @@ class ZmqMailbox:
 
     def __init__(self, runtime_dir: str) -> None:
         self._path = Path(runtime_dir) / "router.sock"
-        self._context: zmq.asyncio.Context | None = (
-            None  # made by `start`: a context that is never used must be closed too
-        )
+        # Made by `start`: a context that is never used would have to be closed too.
+        self._context: zmq.asyncio.Context | None = None
         self._senders: dict[str, zmq.Socket[bytes]] = {}  # by epoch; synchronous: a send only queues
         self._task: asyncio.Task[None] | None = None
 
