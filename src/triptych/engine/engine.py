@@ -233,15 +233,14 @@ class Engine:
             return FinishReason.LENGTH
         return None
 
-    def kv_arrived(self, request: RequestState, num_tokens: int, first_token_id: int | None) -> None:
-        """Another worker's KV covers `num_tokens` tokens; with the first token the request begins to decode here.
-
-        A first token that ends the request does not come: the prefill worker has ended it.
-        """
+    def kv_arrived(self, request: RequestState, num_tokens: int, first_token_id: int | None) -> FinishReason | None:
+        """Another worker's KV covers `num_tokens` tokens; with the first token the request begins to decode here."""
         self.scheduler.kv_arrived(request, num_tokens)
-        if first_token_id is not None:
-            request.token_ids.append(first_token_id)
-            request.set_status(Status.RUNNING, self._clock.now())
+        if first_token_id is None:
+            return None
+        request.token_ids.append(first_token_id)
+        request.set_status(Status.RUNNING, self._clock.now())
+        return self._finish_reason(request, first_token_id)
 
     def _requests(self) -> list[RequestState]:
         return [*self.scheduler.running, *self.scheduler.waiting]
