@@ -10,13 +10,15 @@ SOURCES := src tests demo
 help:  ## print the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-# Installed once, and again when pyproject.toml changes.
-$(VENV)/.installed: pyproject.toml
+# Installed once, and again when pyproject.toml or the kernels change.
+KERNELS := hatch_build.py $(wildcard src/triptych/kernels/csrc/*)
+
+$(VENV)/.installed: pyproject.toml $(KERNELS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml
+$(VENV)/.installed-dev: pyproject.toml $(KERNELS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $(VENV)/.installed $@

@@ -39,6 +39,10 @@ class ModelConfig(Section, frozen=True):
     device: Annotated[
         str, doc("torch device of the stages: auto, cpu, cuda or cuda:N; auto: cuda where there is one")
     ] = "auto"
+    kernels: Annotated[
+        Literal["auto", "native", "torch"],
+        doc("what runs the layers on a CPU: native is Triptych's own C++; auto: native where it was built and can run"),
+    ] = "auto"
     max_model_len: Annotated[
         Count, doc("longest prompt + output in tokens; 0: what the checkpoint allows, at most what the KV blocks hold")
     ] = 0

@@ -148,12 +148,13 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
     address: WorkerAddress
     stages: list[Stage]
-    version_hash: str  # model, dtype, block size, KV layout, protocol: unlike workers are never paired
+    version_hash: str  # model, dtype, block size, protocol: unlike workers are never paired
     model: str
     max_model_len: int
     weights: WeightsReport
     pid: int
     cores: list[int] = []
+    kv_layout: str = ""  # inside a KV block; empty where no language model is hosted
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

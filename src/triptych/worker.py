@@ -26,6 +26,7 @@ from triptych.config import Config, WorkerConfig
 from triptych.errors import ConfigError, TriptychError
 from triptych.handoff.leases import Leases
 from triptych.heartbeat import Heart
+from triptych.kernels import library
 from triptych.messages import Decode, Drain, Envelope, LeaseReleased, PeerLost, Prefill, Probe, Probed, Refusal, Refused
 from triptych.models.family import Part
 from triptych.models.registry import open_model
@@ -185,6 +186,7 @@ def run(config: Config, worker: WorkerConfig) -> None:
     if worker.cores:
         os.sched_setaffinity(0, worker.cores)
     torch.set_num_threads(worker.num_threads)
+    library.set_num_threads(worker.num_threads)
     if config.handoff.transport == "inproc" and set(worker.stages) != set(StageName):
         raise ConfigError(f"worker {worker.name} does not host every stage: handoff.transport must be shm")
     spec = open_model(config.model.path, config.model, needed_parts(worker.stages))
@@ -199,10 +201,11 @@ def run(config: Config, worker: WorkerConfig) -> None:
     leases = Leases(clock, config.handoff.lease_ttl_s)
     try:
         parts = WorkerParts(config, spec, transport, leases, address, mailbox, clock)
-        stages, weights = load_stages(parts, worker)
+        loaded = load_stages(parts, worker)
+        stages = loaded.stages
         loop = Worker(stages, mailbox, transport, leases)
         loop.on_signals()
-        info = worker_info(parts, worker, weights)
+        info = worker_info(parts, worker, loaded)
         with Heart(worker.router_url, info, loop.heartbeat(address), config.router.heartbeat_s, loop.abandon):
             loop.run()
         if stages.encode:
@@ -217,9 +220,16 @@ def needed_parts(stages: Sequence[StageName]) -> list[Part]:
     return ([Part.VISION] if StageName.ENCODE in stages else []) + ([Part.LANGUAGE] if language else [])
 
 
-def load_stages(parts: WorkerParts, worker: WorkerConfig) -> tuple[StageSet, WeightsReport]:
+class LoadedStages(NamedTuple):
+    stages: StageSet
+    weights: WeightsReport
+    kv_layout: str
+
+
+def load_stages(parts: WorkerParts, worker: WorkerConfig) -> LoadedStages:
     """Load what the hosted stages need of the weights, and nothing else."""
     encode = language = None
+    kv_layout = ""
     reports = []
     if StageName.ENCODE in worker.stages:
         patches = to_patches(parts.spec, parts.config.media.background)
@@ -228,7 +238,7 @@ def load_stages(parts: WorkerParts, worker: WorkerConfig) -> tuple[StageSet, Wei
         encode, report = load_encode(parts, preprocessor, _log_progress("vision"))
         reports.append(report)
     if StageName.PREFILL in worker.stages or StageName.DECODE in worker.stages:
-        language, report = load_language(parts, worker.stages, _log_progress("language"))
+        language, report, kv_layout = load_language(parts, worker.stages, _log_progress("language"))
         reports.append(report)
     weights = WeightsReport(
         shards_read=min(sum(r.shards_read for r in reports), reports[0].shards_total),
@@ -241,7 +251,7 @@ def load_stages(parts: WorkerParts, worker: WorkerConfig) -> tuple[StageSet, Wei
         "stages=%s shards=%d/%d bytes=%d/%d load_s=%.2f", ",".join(worker.stages), weights.shards_read,
         weights.shards_total, weights.bytes_read, weights.bytes_total, weights.load_s,
     )  # fmt: skip
-    return StageSet(encode, language), weights
+    return LoadedStages(StageSet(encode, language), weights, kv_layout)
 
 
 def _log_progress(part: str) -> Callable[[int, int], None]:
@@ -260,14 +270,15 @@ def _log_progress(part: str) -> Callable[[int, int], None]:
     return progress
 
 
-def worker_info(parts: WorkerParts, worker: WorkerConfig, weights: WeightsReport) -> WorkerInfo:
+def worker_info(parts: WorkerParts, worker: WorkerConfig, loaded: LoadedStages) -> WorkerInfo:
     return WorkerInfo(
         address=parts.address,
         stages=worker.stages,
         version_hash=messages.version_hash(parts.spec.fingerprint, parts.config.engine.block_size),
         model=parts.spec.served_name,
         max_model_len=parts.max_model_len if Part.LANGUAGE in needed_parts(worker.stages) else parts.spec.max_model_len,
-        weights=weights,
+        weights=loaded.weights,
         pid=os.getpid(),
         cores=worker.cores,
+        kv_layout=loaded.kv_layout,
     )

@@ -1,7 +1,9 @@
 """The language part over paged KV, in chunks, with images, in mixed batches, against transformers' whole model."""
 
+import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +22,9 @@ from triptych.models.vision import VisionRunner
 from triptych.testing_checkpoints import FamilyName, make_checkpoint
 from triptych.types import ImageSize, Modality, Placeholder, PromptItem
 
-BLOCK_SIZE, NUM_BLOCKS, NUM_DECODED = 8, 96, 6
+NUM_BLOCKS, NUM_DECODED = 96, 6
 FAMILIES: list[FamilyName] = ["qwen3_vl", "qwen2_5_vl"]
+BACKENDS = [("torch", 8), ("native", 16), ("native", 32)]  # kernels, block_size
 CHUNK_SIZES = [1, 3, 16, 50, 1000]
 
 
@@ -34,6 +37,7 @@ class Sequence(NamedTuple):
     embeddings: list[torch.Tensor]
     expected: torch.Tensor  # logits [tokens, vocabulary] of transformers
     blocks: list[int]
+    block_size: int
 
     def chunk(self, start: int, end: int, *, sample: bool = True) -> SequenceChunk:
         slices = []
@@ -42,7 +46,7 @@ class Sequence(NamedTuple):
             if first < last:
                 offset = item.placeholder.offset
                 slices.append(EmbeddingSlice(first - start, embedding[first - offset : last - offset]))
-        table = self.blocks[: -(-end // BLOCK_SIZE)]
+        table = self.blocks[: -(-end // self.block_size)]
         positions = self.positions[:, start:end]
         return SequenceChunk(self.token_ids[start:end], start, positions, table, slices, sample)
 
@@ -50,10 +54,11 @@ class Sequence(NamedTuple):
 class Model(NamedTuple):
     spec: ModelSpec
     sequences: list[Sequence]
+    block_size: int
 
     def runner(self, *, pack_linears: bool = False) -> ModelRunner:
         """With KV of its own; what was never written is not a number."""
-        kv = torch.full((NUM_BLOCKS, *self.spec.kv_block_shape(BLOCK_SIZE)), torch.nan)
+        kv = torch.full((NUM_BLOCKS, *self.spec.kv_block_shape(self.block_size)), torch.nan)
         return ModelRunner.load(self.spec, kv, pack_linears=pack_linears)
 
 
@@ -63,7 +68,9 @@ def _images(rng: random.Random, count: int) -> list[Image.Image]:
     return [Image.fromarray(noise.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in sizes]
 
 
-def _sequence(spec: ModelSpec, full: Any, rng: random.Random, num_images: int, blocks: Iterator[int]) -> Sequence:
+def _sequence(
+    spec: ModelSpec, full: Any, rng: random.Random, num_images: int, blocks: Iterator[int], block_size: int
+) -> Sequence:
     token_ids = [rng.randrange(250) for _ in range(5)]
     items, inputs = [], []
     for image in _images(rng, num_images):
@@ -76,7 +83,7 @@ def _sequence(spec: ModelSpec, full: Any, rng: random.Random, num_images: int, b
     decoded = np.arange(len(token_ids), len(token_ids) + NUM_DECODED) + delta
     positions = np.concatenate([prompt_positions, np.tile(decoded, (3, 1))], axis=1)
     token_ids = token_ids + [rng.randrange(250) for _ in range(NUM_DECODED)]
-    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+    num_blocks = -(-len(token_ids) // block_size)
     return Sequence(
         token_ids,
         positions,
@@ -84,6 +91,7 @@ def _sequence(spec: ModelSpec, full: Any, rng: random.Random, num_images: int, b
         VisionRunner.load(spec).encode(inputs),
         _expected(full, spec, token_ids, inputs),
         [next(blocks) for _ in range(num_blocks)],
+        block_size,
     )
 
 
@@ -100,17 +108,19 @@ def _expected(full: Any, spec: ModelSpec, token_ids: list[int], inputs: list[Any
     return logits.float()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=itertools.product(FAMILIES, BACKENDS), ids=str)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     from transformers import AutoModelForImageTextToText
 
     torch.set_num_threads(1)
-    folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=11)
+    family, (kernels, block_size) = request.param
+    folder = make_checkpoint(family, tmp_path_factory.mktemp(family), seed=11)
     full = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    spec = open_model(str(folder), ModelConfig(device="cpu"))
+    spec = open_model(str(folder), ModelConfig(device="cpu", kernels=kernels))
     rng = random.Random(4)
     blocks = iter(rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1))
-    return Model(spec, [_sequence(spec, full, rng, num_images, blocks) for num_images in (2, 0, 1, 3)])
+    sequences = [_sequence(spec, full, rng, num_images, blocks, block_size) for num_images in (2, 0, 1, 3)]
+    return Model(spec, sequences, block_size)
 
 
 def _assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
@@ -129,6 +139,26 @@ def test_chunks_of_any_size_then_decode(model: Model, chunk_size: int, pack_line
         end = min(start + chunk_size, total - NUM_DECODED) if start < total - NUM_DECODED else start + 1
         _assert_close(runner.forward([sequence.chunk(start, end)])[0], sequence.expected[end - 1])
         start = end
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_and_batches_change_no_bit_of_the_kernels_logits(model: Model, dtype: torch.dtype) -> None:
+    """What lets placements be compared in bfloat16: a row's logits do not depend on what else a step computes."""
+    if model.spec.kernels != "native":
+        pytest.skip("torch's kernels differ with the number of rows")
+    spec = replace(model.spec, dtype=str(dtype).removeprefix("torch."))
+    sequences = [s._replace(embeddings=[e.to(dtype) for e in s.embeddings]) for s in model.sequences]
+    kv = torch.zeros((NUM_BLOCKS, *spec.kv_block_shape(model.block_size)), dtype=dtype)
+    runner = ModelRunner.load(spec, kv)
+    whole = [runner.forward([s.chunk(0, len(s.token_ids))])[0] for s in sequences]
+    for step in (1, 7, 40):
+        kv.zero_()
+        for start in range(0, max(len(s.token_ids) for s in sequences), step):
+            going = [s for s in sequences if start < len(s.token_ids)]
+            logits = runner.forward([s.chunk(start, min(start + step, len(s.token_ids))) for s in going])
+            for row, sequence in zip(logits, going, strict=True):
+                if start + step >= len(sequence.token_ids):
+                    assert torch.equal(row, whole[next(i for i, s in enumerate(sequences) if s is sequence)])
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -189,11 +219,11 @@ def test_misfits_are_refused(model: Model) -> None:
     with pytest.raises(ValueError, match="does not fit the model"):
         runner.forward([narrow.chunk(0, len(sequence.token_ids))])
     with pytest.raises(ValueError, match="does not fit the model"):
-        ModelRunner.load(model.spec, torch.zeros(4, *model.spec.kv_block_shape(8), dtype=torch.bfloat16))
+        ModelRunner.load(model.spec, torch.zeros(4, *model.spec.kv_block_shape(model.block_size), dtype=torch.bfloat16))
 
 
 def test_probe_uses_the_scratch_block_alone(model: Model) -> None:
-    kv = torch.zeros((4, *model.spec.kv_block_shape(BLOCK_SIZE)))
+    kv = torch.zeros((4, *model.spec.kv_block_shape(model.block_size)))
     runner = ModelRunner.load(model.spec, kv)
     assert (runner.embeds_dtype, runner.embeds_width) == (torch.float32, model.spec.embed_width)
     assert runner.report.shards_read == 2

@@ -80,6 +80,6 @@ def test_probe(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3_vl", tmp_path)
     runner = VisionRunner.load(open_model(str(folder), ModelConfig(device="cpu")))
     runner.probe()
-    runner._tower.get_parameter("merger.linear_fc2.bias").data = torch.full((64,), torch.nan)
+    runner._tower.get_submodule("merger.linear_fc2").bias.data.fill_(torch.nan)
     with pytest.raises(EngineError, match="finite"):
         runner.probe()

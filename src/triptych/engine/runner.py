@@ -14,9 +14,10 @@ import torch
 from triptych.engine.attention import NAME, StepAttention, register_attention
 from triptych.engine.batch import EmbeddingSlice, SequenceChunk, StepBatch
 from triptych.engine.kv_blocks import SCRATCH_BLOCK
-from triptych.errors import EngineError
+from triptych.errors import ConfigError, EngineError
 from triptych.models.family import Part
 from triptych.models.language import LanguageModel
+from triptych.models.native import NativeLanguage, QueryRows, StepRows, why_not_native
 from triptych.models.registry import ModelSpec
 from triptych.models.swaps import swap_linears, swap_rms_norms
 from triptych.models.weights import Progress, load_part, resolve_device, torch_dtype
@@ -37,7 +38,10 @@ class ModelRunner:
         kv: torch.Tensor,
         language: LanguageModel,
         report: WeightsReport,
+        *,
+        use_kernels: bool = False,
     ) -> None:
+        """With `use_kernels` the decoder layers are run by `triptych.kernels`, and KV blocks hold tiles."""
         block_size = kv.shape[4]
         if kv.shape[1:] != spec.kv_block_shape(block_size) or kv.dtype != torch_dtype(spec) or not kv.is_contiguous():
             raise ValueError(f"KV of shape {tuple(kv.shape)} and {kv.dtype} does not fit the model")
@@ -48,6 +52,7 @@ class ModelRunner:
         self._kv = kv
         self._block_size = block_size
         self._language = language
+        self._native = NativeLanguage(language, kv) if use_kernels else None
         self._hidden = spec.family.text.hidden
         self._vocab = spec.family.text.vocab
         self._num_deepstack = spec.family.vision.num_deepstack
@@ -62,19 +67,26 @@ class ModelRunner:
         pack_linears: bool = False,
         progress: Progress | None = None,
     ) -> ModelRunner:
-        """Reads the language part alone. `pack_linears` copies the weights into a layout that decodes faster on a CPU.
+        """Reads the language part alone.
 
-        Raises ConfigError if the checkpoint does not fit.
+        Where the kernels cannot run, `pack_linears` copies the weights into a layout that decodes faster on a CPU.
+        Raises ConfigError if the checkpoint does not fit, or the kernels are asked for and cannot run.
         """
         device = device or resolve_device(spec.device)
         register_attention()
         module, report = load_part(spec, Part.LANGUAGE, device, attention=NAME, progress=progress)
         language = cast(LanguageModel, module)
         swap_rms_norms(language)
-        if pack_linears and device.type == "cpu":
+        use_kernels = _use_kernels(spec, language, kv.shape[4])
+        if pack_linears and not use_kernels and device.type == "cpu":
             language.untie_head()
             swap_linears(language)
-        return cls(spec, device, kv, language, report)
+        return cls(spec, device, kv, language, report, use_kernels=use_kernels)
+
+    @property
+    def kv_layout(self) -> str:
+        """How a KV block is laid out inside; blocks move only between workers that agree."""
+        return "rows" if self._native is None else "tiles"
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
@@ -82,8 +94,11 @@ class ModelRunner:
         batch = StepBatch.pack(chunks, self._block_size)
         embeds = self._language.embed(self._tensor(batch.token_ids))
         deepstack = self._merge(embeds, batch.embeddings)
+        if self._native is not None:
+            return self._native.forward(embeds, _step_rows(batch), deepstack)
         step = StepAttention(self._kv, batch)
-        hidden = self._language(embeds, self._tensor(batch.positions), step=step, **deepstack)
+        masks = self._deepstack_masks(len(embeds), deepstack)
+        hidden = self._language(embeds, self._tensor(batch.positions), step=step, **masks)
         if not len(batch.sample_rows):
             return torch.empty((0, self._vocab), device=self._device)
         return self._language.logits(hidden[self._tensor(batch.sample_rows)])
@@ -91,22 +106,25 @@ class ModelRunner:
     def _tensor(self, array: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
-    def _merge(self, embeds: torch.Tensor, slices: Sequence[EmbeddingSlice]) -> dict[str, Any]:
-        """Put embeddings in the place of their placeholders' rows; returns what deepstack adds to later layers."""
-        if not slices:
-            return {}
-        mask = torch.zeros(len(embeds), dtype=torch.bool)
-        columns: list[torch.Tensor] = []
+    def _merge(self, embeds: torch.Tensor, slices: Sequence[EmbeddingSlice]) -> list[tuple[int, torch.Tensor]]:
+        """Put embeddings in the place of their placeholders' rows; returns what deepstack adds to which rows."""
+        deepstack: list[tuple[int, torch.Tensor]] = []
         for row, rows in slices:
             if rows.shape[1] != self.embeds_width or rows.dtype != self.embeds_dtype:
                 raise ValueError(f"embedding of width {rows.shape[1]} and {rows.dtype} does not fit the model")
             rows = rows.to(self._device)
             embeds[row : row + len(rows)] = rows[:, : self._hidden]
-            mask[row : row + len(rows)] = True
-            columns.append(rows[:, self._hidden :])
-        if not self._num_deepstack:
+            deepstack.append((row, rows[:, self._hidden :]))
+        return deepstack if self._num_deepstack else []
+
+    def _deepstack_masks(self, num_rows: int, deepstack: list[tuple[int, torch.Tensor]]) -> dict[str, Any]:
+        """The same as transformers' models take it."""
+        if not deepstack:
             return {}
-        layers = torch.cat(columns).chunk(self._num_deepstack, dim=1)
+        mask = torch.zeros(num_rows, dtype=torch.bool)
+        for row, columns in deepstack:
+            mask[row : row + len(columns)] = True
+        layers = torch.cat([columns for _, columns in deepstack]).chunk(self._num_deepstack, dim=1)
         return {"visual_pos_masks": mask.to(self._device)[None], "deepstack_visual_embeds": list(layers)}
 
     def probe(self) -> None:
@@ -114,3 +132,33 @@ class ModelRunner:
         chunk = SequenceChunk([0], 0, np.zeros((3, 1), dtype=np.int64), [SCRATCH_BLOCK], [], sample=True)
         if not bool(self.forward([chunk]).isfinite().all()):
             raise EngineError("the language model returned logits that are not finite")
+
+
+def _use_kernels(spec: ModelSpec, language: LanguageModel, block_size: int) -> bool:
+    reason = "model.kernels is torch" if spec.kernels == "torch" else why_not_native(language, block_size)
+    if reason and spec.kernels == "native":
+        raise ConfigError(f"model.kernels is native, and {reason}", param="model.kernels")
+    return not reason
+
+
+def _step_rows(batch: StepBatch) -> StepRows:
+    """The batch as the kernels read it."""
+    first_blocks = np.cumsum([0, *(len(sequence.blocks) for sequence in batch.sequences)])
+    queries = np.array(
+        [
+            (sequence.first_row, sequence.num_rows, sequence.num_context, first_block)
+            for sequence, first_block in zip(batch.sequences, first_blocks, strict=False)
+        ],
+        dtype=np.int64,
+    )
+    sequence_of = np.searchsorted(queries[:, 0], batch.sample_rows, side="right") - 1
+    sampled = queries[sequence_of]
+    sampled[:, 2] += batch.sample_rows - sampled[:, 0]
+    sampled[:, 0], sampled[:, 1] = np.arange(len(sampled)), 1
+    return StepRows(
+        positions=batch.positions,
+        slots=batch.slots,
+        block_table=np.concatenate([sequence.blocks for sequence in batch.sequences]),
+        every=QueryRows(queries, None),
+        sampled=QueryRows(sampled, batch.sample_rows),
+    )

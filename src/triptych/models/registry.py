@@ -33,6 +33,7 @@ class ModelSpec:
     dtype: str  # of weights, KV and embeddings: "bfloat16" or "float32"
     device: str  # as configured: 'auto' is resolved by `models/weights.py` in the worker
     max_model_len: int  # prompt + output, in tokens
+    kernels: str  # as configured: "auto", "native" or "torch"
 
     @property
     def fingerprint(self) -> str:
@@ -77,6 +78,7 @@ def open_model(path: str, config: ModelConfig, parts: Collection[Part] = ()) -> 
         dtype=_dtype(checkpoint) if config.dtype == "auto" else config.dtype,
         device=config.device,
         max_model_len=_max_model_len(config.max_model_len, family),
+        kernels=config.kernels,
     )
 
 

@@ -63,7 +63,7 @@ def swap_rms_norms(module: nn.Module) -> int:
         swapped = FusedRMSNorm(cast(nn.Parameter, child.weight), float(eps))
         return swapped if _equal_on_a_row(child, swapped) else None
 
-    return _swap(module, fused)
+    return swap(module, fused)
 
 
 def swap_patch_embed(module: nn.Module) -> int:
@@ -75,7 +75,7 @@ def swap_patch_embed(module: nn.Module) -> int:
         plain = child.groups == 1 and child.padding == (0, 0, 0) and child.dilation == (1, 1, 1)
         return LinearPatchEmbed(child) if plain else None
 
-    return _swap(module, linear)
+    return swap(module, linear)
 
 
 @torch.inference_mode()
@@ -92,10 +92,11 @@ def swap_linears(module: nn.Module, num_rows: int = 8) -> int:
             return None
         return PackedLinear(child, num_rows)
 
-    return _swap(module, packed)
+    return swap(module, packed)
 
 
-def _swap(module: nn.Module, replacement: Replacement) -> int:
+def swap(module: nn.Module, replacement: Replacement) -> int:
+    """Register what `replacement` makes of each child in its place; returns how many it made."""
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

@@ -14,6 +14,7 @@ from torch import nn
 
 from triptych.errors import EngineError
 from triptych.models.family import Part
+from triptych.models.native import swap_vision
 from triptych.models.registry import ModelSpec
 from triptych.models.swaps import swap_patch_embed, swap_rms_norms
 from triptych.models.weights import Progress, load_part, resolve_device, torch_dtype
@@ -44,6 +45,8 @@ class VisionRunner:
         tower, report = load_part(spec, Part.VISION, device, progress=progress)
         swap_rms_norms(tower)
         swap_patch_embed(tower)
+        if spec.kernels != "torch" and device.type == "cpu":
+            swap_vision(tower, torch_dtype(spec))
         return cls(spec, tower, device, report)
 
     @torch.inference_mode()

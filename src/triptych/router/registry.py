@@ -74,6 +74,7 @@ class Registry:
                 f"worker {info.address.name} has version hash {info.version_hash}, this deployment "
                 f"{self._version_hash}: model, weights, dtype, block size or protocol differ"
             )
+        self._check_kv_layout(info)
         known = self._workers.get(info.address.name)
         if known is not None and known.address.epoch != info.address.epoch:
             self._lose(known, "it was restarted")
@@ -81,6 +82,16 @@ class Registry:
             self._workers[info.address.name] = RegisteredWorker(info, self._clock.now())
             logger.info("worker=%s epoch=%s joined: %s", info.address.name, info.address.epoch, ", ".join(info.stages))
             self._on_joined()
+
+    def _check_kv_layout(self, info: WorkerInfo) -> None:
+        """KV moves as whole blocks: what is inside must be alike."""
+        for worker in self._workers.values():
+            theirs = worker.info.kv_layout
+            if worker.name != info.address.name and info.kv_layout and theirs and info.kv_layout != theirs:
+                raise ConfigError(
+                    f"worker {info.address.name} lays KV out in {info.kv_layout}, worker {worker.name} in {theirs}: "
+                    "set model.kernels to torch for both"
+                )
 
     def heartbeat(self, beat: Heartbeat) -> bool:
         """False when this life of the worker is unknown: it must register (again)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from triptych.clock import Clock
 from triptych.config import Config
@@ -111,15 +112,22 @@ def kv_memory(parts: WorkerParts) -> KVMemory:
     return KVMemory(parts.transport, layout, resolve_device(parts.spec.device))
 
 
+class LoadedLanguage(NamedTuple):
+    stage: LanguageStage
+    report: WeightsReport
+    kv_layout: str  # inside a block, see `ModelRunner.kv_layout`
+
+
 def load_language(
     parts: WorkerParts, stages: Sequence[Stage], progress: Progress
-) -> tuple[LanguageStage, WeightsReport]:
+) -> LoadedLanguage:
     memory = kv_memory(parts)
-    # Packed weights are private copies: they pay for the few rows of decode, from about this width on, and only in
-    # bfloat16 are they bit for bit what plain ones give (docs/decisions/0003).
+    # Without kernels, packed weights are private copies that pay for the few rows of decode, from about this width on;
+    # only in bfloat16 are they bit for bit what plain ones give (docs/decisions/0003).
     pack = Stage.DECODE in stages and parts.spec.dtype == "bfloat16" and parts.spec.family.text.hidden >= PACKED_WIDTH
     runner = ModelRunner.load(parts.spec, memory.tensor, pack_linears=pack, progress=progress)
-    return build_language(parts, stages, memory, runner, runner.probe), runner.report
+    stage = build_language(parts, stages, memory, runner, runner.probe)
+    return LoadedLanguage(stage, runner.report, runner.kv_layout)
 
 
 def build_language(

@@ -1,0 +1,181 @@
+// Attention of query rows over keys and values that lie in tiles of 16 tokens, in the order that `multiply` reads.
+//
+// A tile of keys is [head_dim / step, 16, step] and one of values [16 / step, head_dim, step]: the KV cache stores them
+// so, and nothing is moved before it is multiplied. The softmax is made online over spans of 256 keys that begin at
+// multiples of 256 whatever the chunk is: a row's result is the same bit for bit in a long chunk and in a decode step.
+
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "simd.h"
+
+namespace triptych {
+
+constexpr long TILE = 16;      // tokens of a tile
+constexpr long SPAN = 256;     // keys between two corrections of the running maximum
+constexpr long QUERIES = 24;   // query rows that share a pass over the keys
+
+template <class T>
+void store_key(const T* key, long head_dim, long place, T* tile) {
+    constexpr int step = Number<T>::step;
+    for (long d = 0; d < head_dim; d += step) std::memcpy(tile + d * TILE + place * step, key + d, step * sizeof(T));
+}
+
+// The first token of a tile clears what an earlier owner left, which zero weights would not cancel if it is not finite.
+template <class T>
+void store_value(const T* value, long head_dim, long place, T* tile) {
+    constexpr int step = Number<T>::step;
+    if (place == 0) std::memset((void*)tile, 0, TILE * head_dim * sizeof(T));
+    T* row = tile + place / step * head_dim * step + place % step;
+    for (long d = 0; d < head_dim; ++d) row[d * step] = value[d];
+}
+
+template <class T>
+struct Tiles {
+    const T* const* keys;  // one pointer for 16 tokens
+    const T* const* values;
+};
+
+// Calls do_rows<n> with the rows of `total` in blocks of 6 and a shorter last one.
+template <class Body>
+inline void for_row_blocks(long total, const Body& body) {
+    long row = 0;
+    for (; row + 6 <= total; row += 6) body(row, std::integral_constant<int, 6>());
+    switch (total - row) {
+        case 1: body(row, std::integral_constant<int, 1>()); break;
+        case 2: body(row, std::integral_constant<int, 2>()); break;
+        case 3: body(row, std::integral_constant<int, 3>()); break;
+        case 4: body(row, std::integral_constant<int, 4>()); break;
+        case 5: body(row, std::integral_constant<int, 5>()); break;
+        default: break;
+    }
+}
+
+// The same for `total` vectors in blocks of 4.
+template <class Body>
+inline void for_vector_blocks(long total, const Body& body) {
+    long first = 0;
+    for (; first + 4 <= total; first += 4) body(first, std::integral_constant<int, 4>());
+    switch (total - first) {
+        case 1: body(first, std::integral_constant<int, 1>()); break;
+        case 2: body(first, std::integral_constant<int, 2>()); break;
+        case 3: body(first, std::integral_constant<int, 3>()); break;
+        default: break;
+    }
+}
+
+template <class T>
+class Attention {
+  public:
+    // `head_dim` is a multiple of 16.
+    Attention(long head_dim, float scale, float* scratch)
+        : head_dim_(head_dim), scale_(scale * LOG2_E), scores_(scratch), output_(scores_ + QUERIES * SPAN),
+          weights_(reinterpret_cast<T*>(output_ + QUERIES * head_dim)) {}
+
+    static long scratch_floats(long head_dim) { return QUERIES * (2 * SPAN + head_dim); }
+
+    // Rows i < num_rows <= QUERIES of `query`, head_dim apart; row i sees the first visible(i) tokens, and no earlier
+    // row sees more. out(i) is where its head_dim results go.
+    template <class Visible, class Out>
+    void attend(const T* query, long num_rows, const Tiles<T>& tiles, const Visible& visible, const Out& out) {
+        for (long i = 0; i < num_rows; ++i) {
+            maximum_[i] = -std::numeric_limits<float>::infinity();
+            sum_[i] = 0.0f;
+        }
+        std::memset(output_, 0, num_rows * head_dim_ * sizeof(float));
+        const long most = visible(num_rows - 1);
+        for (long first = 0; first < most; first += SPAN) {
+            const long count = most - first < SPAN ? most - first : SPAN;
+            const long num_tiles = (count + TILE - 1) / TILE;
+            score(query, num_rows, tiles.keys + first / TILE, num_tiles);
+            for (long i = 0; i < num_rows; ++i) weigh(i, visible(i) - first, num_tiles);
+            add_values(num_rows, tiles.values + first / TILE, num_tiles);
+        }
+        for (long i = 0; i < num_rows; ++i) {
+            const __m512 inverse = _mm512_set1_ps(1.0f / sum_[i]);
+            T* row = out(i);
+            for (long d = 0; d < head_dim_; d += LANES)
+                Number<T>::store(row + d, _mm512_mul_ps(_mm512_loadu_ps(output_ + i * head_dim_ + d), inverse));
+        }
+    }
+
+  private:
+    void score(const T* query, long num_rows, const T* const* keys, long num_tiles) {
+        for_vector_blocks(num_tiles, [&](long first, auto vectors) {
+            constexpr int NR = decltype(vectors)::value;
+            const T* columns[NR];
+            for (int j = 0; j < NR; ++j) columns[j] = keys[first + j];
+            for_row_blocks(num_rows, [&](long row, auto rows) {
+                constexpr int MR = decltype(rows)::value;
+                __m512 sums[MR][NR];
+                for (int i = 0; i < MR; ++i)
+                    for (int j = 0; j < NR; ++j) sums[i][j] = _mm512_setzero_ps();
+                multiply<T, MR, NR>(sums, query + row * head_dim_, head_dim_, columns, TILE * Number<T>::step,
+                                    head_dim_ / Number<T>::step);
+                for (int i = 0; i < MR; ++i)
+                    for (int j = 0; j < NR; ++j)
+                        _mm512_storeu_ps(scores_ + (row + i) * SPAN + (first + j) * TILE, sums[i][j]);
+            });
+        });
+    }
+
+    // Scores of row i, in powers of two, to weights 2^(score - maximum), zero from `visible` on; corrects what was summed before.
+    void weigh(long i, long visible, long num_tiles) {
+        const float* scores = scores_ + i * SPAN;
+        T* weights = weights_ + i * SPAN;
+        const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        __m512 highest = lowest;
+        for (long t = 0; t < num_tiles; ++t) {
+            const __mmask16 seen = first_lanes(visible - t * TILE);
+            highest = _mm512_mask_max_ps(highest, seen, highest, _mm512_loadu_ps(scores + t * TILE));
+        }
+        const float maximum = std::fmax(maximum_[i], _mm512_reduce_max_ps(highest) * scale_);
+        const __m512 scale = _mm512_set1_ps(scale_), shift = _mm512_set1_ps(maximum);
+        __m512 sum = _mm512_setzero_ps();
+        for (long t = 0; t < num_tiles; ++t) {
+            const __mmask16 seen = first_lanes(visible - t * TILE);
+            const __m512 exponent = _mm512_fmsub_ps(_mm512_loadu_ps(scores + t * TILE), scale, shift);
+            const __m512 weight = _mm512_maskz_mov_ps(seen, exp2<T>(exponent));
+            sum = _mm512_add_ps(sum, weight);
+            Number<T>::store(weights + t * TILE, weight);
+        }
+        correction_[i] = std::exp2(maximum_[i] - maximum);
+        maximum_[i] = maximum;
+        sum_[i] = sum_[i] * correction_[i] + _mm512_reduce_add_ps(sum);
+    }
+
+    void add_values(long num_rows, const T* const* values, long num_tiles) {
+        constexpr int step = Number<T>::step;
+        for_vector_blocks(head_dim_ / LANES, [&](long first, auto vectors) {
+            constexpr int NR = decltype(vectors)::value;
+            for_row_blocks(num_rows, [&](long row, auto rows) {
+                constexpr int MR = decltype(rows)::value;
+                float* output = output_ + row * head_dim_ + first * LANES;
+                __m512 sums[MR][NR];
+                for (int i = 0; i < MR; ++i)
+                    for (int j = 0; j < NR; ++j)
+                        sums[i][j] = _mm512_mul_ps(_mm512_loadu_ps(output + i * head_dim_ + j * LANES),
+                                                   _mm512_set1_ps(correction_[row + i]));
+                for (long t = 0; t < num_tiles; ++t) {
+                    const T* columns[NR];
+                    for (int j = 0; j < NR; ++j) columns[j] = values[t] + (first + j) * LANES * step;
+                    multiply<T, MR, NR>(sums, weights_ + row * SPAN + t * TILE, SPAN, columns, head_dim_ * step,
+                                        TILE / step);
+                }
+                for (int i = 0; i < MR; ++i)
+                    for (int j = 0; j < NR; ++j) _mm512_storeu_ps(output + i * head_dim_ + j * LANES, sums[i][j]);
+            });
+        });
+    }
+
+    const long head_dim_;
+    const float scale_;  // of scores, and from e to 2
+    float* scores_;   // [QUERIES, SPAN]
+    float* output_;   // [QUERIES, head_dim]
+    T* weights_;      // [QUERIES, SPAN]
+    float maximum_[QUERIES], sum_[QUERIES], correction_[QUERIES];
+};
+
+}  // namespace triptych

@@ -1,0 +1,100 @@
+// Rows times a packed weight, with what follows the product done while its sums are in registers.
+//
+// A weight [n, k] is packed into panels of 64 outputs: [n / 64, k / step, 64, step], zeros where n or k ends early. One
+// panel is read from start to end, which is the order that memory is fastest in when there are few rows; with many
+// rows a slice of it stays in the first cache. A row's result is the same bit for bit however many rows there are.
+
+#pragma once
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace triptych {
+
+constexpr long PANEL = 64;     // outputs of a panel
+constexpr int VECTORS = 4;     // of a panel
+constexpr int ROWS = 6;        // of a tile: 6 x 4 sums in 24 of the 32 registers
+// k steps of a panel that all rows are multiplied by before the next ones: with few rows a slice that stays in the first
+// cache (32 KiB) while the next one is fetched, with many rows one for the second cache (192 KiB), to save partial sums.
+constexpr long FEW_ROWS = 48, SHORT_SLICE = 128, LONG_SLICE = 768;
+
+template <class T>
+struct Weight {
+    const T* panels;
+    long num_outputs;
+    long num_inputs;
+
+    long num_panels() const { return (num_outputs + PANEL - 1) / PANEL; }
+    long num_steps() const { return (num_inputs + Number<T>::step - 1) / Number<T>::step; }
+    const T* panel(long p) const { return panels + p * num_steps() * PANEL * Number<T>::step; }
+};
+
+template <class T>
+inline long packed_elements(long num_outputs, long num_inputs) {
+    const Weight<T> weight{nullptr, num_outputs, num_inputs};
+    return weight.num_panels() * weight.num_steps() * PANEL * Number<T>::step;
+}
+
+// `weight` row-major [n, k]; row `order(i)` of it becomes output i.
+template <class T, class Order>
+void pack_weight(const T* weight, long num_outputs, long num_inputs, Order order, T* panels) {
+    const Weight<T> shape{panels, num_outputs, num_inputs};
+    constexpr int step = Number<T>::step;
+    std::memset((void*)panels, 0, packed_elements<T>(num_outputs, num_inputs) * sizeof(T));
+#pragma omp parallel for num_threads(num_threads())
+    for (long p = 0; p < shape.num_panels(); ++p) {
+        T* panel = panels + p * shape.num_steps() * PANEL * step;
+        for (long c = 0; c < PANEL && p * PANEL + c < num_outputs; ++c) {
+            const T* row = weight + order(p * PANEL + c) * num_inputs;
+            for (long k = 0; k < num_inputs; ++k) panel[(k / step * PANEL + c) * step + k % step] = row[k];
+        }
+    }
+}
+
+template <class T, int MR, int AHEAD, class Finish>
+inline void tile(const T* x, long ldx, long first_row, const T* panel, long k, long steps, long p, float* partial,
+                 bool is_first, bool is_last, const T* ahead, const Finish& finish) {
+    __m512 sums[MR][VECTORS];
+    for (int i = 0; i < MR; ++i)
+        for (int j = 0; j < VECTORS; ++j)
+            sums[i][j] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(partial + (first_row + i) * PANEL + j * LANES);
+    const T* columns[VECTORS];
+    constexpr long ldb = PANEL * Number<T>::step;
+    for (int j = 0; j < VECTORS; ++j) columns[j] = panel + k * ldb + j * LANES * Number<T>::step;
+    multiply<T, MR, VECTORS, AHEAD>(sums, x + first_row * ldx + k * Number<T>::step, ldx, columns, ldb, steps, ahead);
+    for (int i = 0; i < MR; ++i) {
+        if (is_last) {
+            finish(first_row + i, p, sums[i]);
+        } else {
+            for (int j = 0; j < VECTORS; ++j)
+                _mm512_storeu_ps(partial + (first_row + i) * PANEL + j * LANES, sums[i][j]);
+        }
+    }
+}
+
+// finish(row, panel, sums[4]) is called once for each row and panel in [first_panel, end_panel).
+template <class T, class Finish>
+void multiply_panels(const T* x, long ldx, long num_rows, const Weight<T>& weight, long first_panel, long end_panel,
+                     float* partial, const Finish& finish) {
+    const long num_steps = weight.num_steps();
+    const long slice = num_rows <= FEW_ROWS ? SHORT_SLICE : LONG_SLICE;
+    for (long p = first_panel; p < end_panel; ++p) {
+        const T* panel = weight.panel(p);
+        for (long k = 0; k < num_steps; k += slice) {
+            const long steps = num_steps - k < slice ? num_steps - k : slice;
+            const bool is_first = k == 0, is_last = k + steps == num_steps;
+            const T* next = panel + (k + steps) * PANEL * Number<T>::step;
+            const long num_tiles = (num_rows + ROWS - 1) / ROWS;
+            for (long t = 0; t < num_tiles; ++t) {
+                const long row = t * ROWS, rows = num_rows - row < ROWS ? num_rows - row : ROWS;
+                const long line = t * VECTORS / num_tiles, lines = (t + 1) * VECTORS / num_tiles - line;
+                const T* ahead = next + line * (64 / sizeof(T));
+#define T_(n, l) tile<T, n, l>(x, ldx, row, panel, k, steps, p, partial, is_first, is_last, ahead, finish)
+#define C_(n) case n: num_tiles == 1 || lines == 0 ? T_(n, 0) : lines == 1 ? T_(n, 1) : T_(n, 2); break;
+                switch (rows) { C_(1) C_(2) C_(3) C_(4) C_(5) C_(6) }
+            }
+        }
+    }
+}
+
+}  // namespace triptych

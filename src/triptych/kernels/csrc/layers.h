@@ -1,0 +1,345 @@
+// One decoder layer and one block of a vision tower, whole: a call a layer from Python.
+
+#pragma once
+
+#include "attention.h"
+#include "gemm.h"
+#include "rows.h"
+#include "scratch.h"
+
+namespace triptych {
+
+enum Activation : int64_t { NONE = 0, SILU = 1, GELU_TANH = 2 };
+
+// A packed linear layer; `bias` [num_outputs] may be null.
+struct Linear {
+    const void* panels;
+    const void* bias;
+    int64_t num_outputs;
+    int64_t num_inputs;
+};
+
+struct DecoderLayer {
+    Linear query, key_value, output;  // key_value: all heads' keys, then all heads' values
+    Linear gate_up;                   // outputs in blocks of 32 gates and 32 ups; zeros where there are fewer
+    Linear down;
+    const void *input_norm, *output_norm;  // [hidden]
+    const void *query_norm, *key_norm;     // [head_dim], or null
+    int64_t hidden, num_heads, num_kv_heads, head_dim, intermediate;
+    double norm_eps, scale;
+};
+
+// Rows of one sequence that attend: tokens `context` to `context + num_rows` of it.
+struct Query {
+    int64_t first_row, num_rows, context, first_block;  // first_block: its place in `block_table`
+};
+
+// The packed rows of a step. KV block b of this layer begins at kv + b * block_stride: keys, then values, each
+// [KV heads, tiles of a block, TILE * head_dim].
+struct Step {
+    const float *cos, *sin;  // [num_rows, head_dim]
+    const int64_t* slots;    // [num_rows], block * block_size + offset
+    const Query* queries;
+    const int64_t* block_table;
+    const int64_t* selected;  // rows that go on after the keys and values are stored; null: all of them
+    int64_t num_rows, num_queries, num_selected;
+    int64_t block_size, block_stride;
+};
+
+struct VisionBlock {
+    Linear qkv, projection;
+    Linear up;  // or gates and ups in blocks of 32, where `gated`
+    Linear down;
+    const void *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;  // without biases: RMS norms
+    int64_t hidden, num_heads, head_dim, intermediate, gated, activation;
+    double norm_eps, scale;
+};
+
+struct Buffers {
+    Scratch normed, projected, queries, attended, hidden;
+};
+
+inline Buffers& buffers() {
+    static thread_local Buffers buffers;
+    return buffers;
+}
+
+inline Scratch& thread_scratch() {
+    static thread_local Scratch scratch;
+    return scratch;
+}
+
+// -- linear layers ----------------------------------------------------------------------------------------------------
+
+template <class T, class Finish>
+void linear(const T* x, long num_rows, const Linear& layer, const Finish& finish) {
+    const Weight<T> weight{static_cast<const T*>(layer.panels), layer.num_outputs, layer.num_inputs};
+    for_each_part(weight.num_panels(), [&](long first, long end) {
+        float* partial = thread_scratch().take<float>(num_rows * PANEL);
+        multiply_panels(x, layer.num_inputs, num_rows, weight, first, end, partial, finish);
+    });
+}
+
+template <class T>
+inline __m512 biased(__m512 sum, const Linear& layer, __mmask16 mask, long column) {
+    if (layer.bias == nullptr) return sum;
+    return _mm512_add_ps(sum, Number<T>::load(mask, static_cast<const T*>(layer.bias) + column));
+}
+
+// store(row, column, mask, value) for 16 outputs at a time
+template <class T, class Store>
+void linear_by_vectors(const T* x, long num_rows, const Linear& layer, const Store& store) {
+    linear(x, num_rows, layer, [&](long row, long panel, const __m512* sums) {
+        for (int j = 0; j < VECTORS; ++j) {
+            const long column = panel * PANEL + j * LANES;
+            const __mmask16 mask = first_lanes(layer.num_outputs - column);
+            if (mask) store(row, column, mask, biased<T>(sums[j], layer, mask, column));
+        }
+    });
+}
+
+// out [num_rows, num_outputs]
+template <class T, class Out>
+void linear_to(const T* x, long num_rows, const Linear& layer, Activation activation, Out* out) {
+    linear_by_vectors(x, num_rows, layer, [&](long row, long column, __mmask16 mask, __m512 v) {
+        if (activation == SILU) v = silu<T>(v);
+        if (activation == GELU_TANH) v = gelu_tanh<T>(v);
+        Number<Out>::store(mask, out + row * layer.num_outputs + column, v);
+    });
+}
+
+template <class T>
+void linear_added(const T* x, long num_rows, const Linear& layer, T* sum) {
+    linear_by_vectors(x, num_rows, layer, [&](long row, long column, __mmask16 mask, __m512 v) {
+        T* place = sum + row * layer.num_outputs + column;
+        Number<T>::store(mask, place, _mm512_add_ps(v, Number<T>::load(mask, place)));
+    });
+}
+
+// out [num_rows, intermediate] = silu<T>(gate) * up
+template <class T>
+void gated(const T* x, long num_rows, const Linear& layer, long intermediate, T* out) {
+    linear(x, num_rows, layer, [&](long row, long panel, const __m512* sums) {
+        for (int j = 0; j < VECTORS / 2; ++j) {
+            const long place = panel * PANEL + j * LANES, column = panel * (PANEL / 2) + j * LANES;
+            const __mmask16 mask = first_lanes(intermediate - column);
+            const __m512 gate = biased<T>(sums[j], layer, 0xffff, place);
+            const __m512 up = biased<T>(sums[j + VECTORS / 2], layer, 0xffff, place + PANEL / 2);
+            Number<T>::store(mask, out + row * intermediate + column, _mm512_mul_ps(silu<T>(gate), up));
+        }
+    });
+}
+
+// -- decoder layer ----------------------------------------------------------------------------------------------------
+
+// Where the keys of a head lie in a block; the values lie `plane` of all heads further.
+template <class T>
+struct KVPlace {
+    T* layer;
+    long block_stride, block_size, num_kv_heads, head_dim;
+
+    T* keys(long block, long head) const { return layer + block * block_stride + head * block_size * head_dim; }
+    T* values(long block, long head) const { return keys(block, head + num_kv_heads); }
+};
+
+template <class T>
+void store_kv(const DecoderLayer& layer, const Step& step, const T* key_value, const KVPlace<T>& kv) {
+    const long D = layer.head_dim, width = 2 * layer.num_kv_heads * D;
+    for_each(layer.num_kv_heads, [&](long head) {
+        T key[1024];
+        for (long row = 0; row < step.num_rows; ++row) {
+            const T* source = key_value + row * width + head * D;
+            if (layer.key_norm) {
+                rms_norm(source, static_cast<const T*>(layer.key_norm), D, layer.norm_eps, key);
+            } else {
+                std::memcpy((void*)key, source, D * sizeof(T));
+            }
+            rotate(key, step.cos + row * D, step.sin + row * D, D);
+            const long block = step.slots[row] / step.block_size, offset = step.slots[row] % step.block_size;
+            const long tile = offset / TILE * TILE * D;
+            store_key(key, D, offset % TILE, kv.keys(block, head) + tile);
+            store_value(source + layer.num_kv_heads * D, D, offset % TILE, kv.values(block, head) + tile);
+        }
+    });
+}
+
+// Query rows [n, heads, D] normed, rotated and regrouped as [KV heads, n, heads of one, D].
+template <class T>
+void prepare_queries(const DecoderLayer& layer, const Step& step, long n, const T* projected, T* queries) {
+    const long D = layer.head_dim, group = layer.num_heads / layer.num_kv_heads;
+    for_each_part(n, [&](long first, long end) {
+        for (long i = first; i < end; ++i) {
+            const long row = step.selected ? step.selected[i] : i;
+            for (long head = 0; head < layer.num_heads; ++head) {
+                const T* source = projected + (i * layer.num_heads + head) * D;
+                T* target = queries + ((head / group * n + i) * group + head % group) * D;
+                if (layer.query_norm) {
+                    rms_norm(source, static_cast<const T*>(layer.query_norm), D, layer.norm_eps, target);
+                } else {
+                    std::memcpy((void*)target, source, D * sizeof(T));
+                }
+                rotate(target, step.cos + row * D, step.sin + row * D, D);
+            }
+        }
+    });
+}
+
+// attended [n, heads, D]
+template <class T>
+void attend_blocks(const DecoderLayer& layer, const Step& step, long n, const T* queries, const KVPlace<T>& kv,
+                   T* attended) {
+    const long D = layer.head_dim, group = layer.num_heads / layer.num_kv_heads, tiles_a_block = step.block_size / TILE;
+    for_each(step.num_queries * layer.num_kv_heads, [&](long task) {
+        const Query& query = step.queries[task / layer.num_kv_heads];
+        const long head = task % layer.num_kv_heads;
+        const long num_tiles = (query.context + query.num_rows + TILE - 1) / TILE;
+        const size_t pointer_floats = 2 * num_tiles * sizeof(T*) / sizeof(float);
+        float* memory = thread_scratch().take<float>(pointer_floats + LANES + Attention<T>::scratch_floats(D));
+        const T** keys = reinterpret_cast<const T**>(memory);
+        const T** values = keys + num_tiles;
+        for (long t = 0; t < num_tiles; ++t) {
+            const long block = step.block_table[query.first_block + t / tiles_a_block];
+            keys[t] = kv.keys(block, head) + t % tiles_a_block * TILE * D;
+            values[t] = kv.values(block, head) + t % tiles_a_block * TILE * D;
+        }
+        Attention<T> attention(D, layer.scale, memory + (pointer_floats + LANES - 1) / LANES * LANES);
+        const long num_rows = query.num_rows * group;
+        const T* rows = queries + (head * n + query.first_row) * group * D;
+        for (long first = 0; first < num_rows; first += QUERIES) {
+            const long count = num_rows - first < QUERIES ? num_rows - first : QUERIES;
+            attention.attend(
+                rows + first * D, count, Tiles<T>{keys, values},
+                [&](long i) { return query.context + (first + i) / group + 1; },
+                [&](long i) {
+                    const long row = query.first_row + (first + i) / group;
+                    return attended + (row * layer.num_heads + head * group + (first + i) % group) * D;
+                });
+        }
+    });
+}
+
+template <class T>
+void norm_rows(const T* x, long num_rows, const void* weight, const void* bias, long size, float eps, T* out) {
+    for_each_part(num_rows, [&](long first, long end) {
+        for (long i = first; i < end; ++i) {
+            if (bias) {
+                layer_norm(x + i * size, static_cast<const T*>(weight), static_cast<const T*>(bias), size, eps,
+                           out + i * size);
+            } else {
+                rms_norm(x + i * size, static_cast<const T*>(weight), size, eps, out + i * size);
+            }
+        }
+    });
+}
+
+// The selected rows, in any order, become the first rows; `copy` has room for them.
+template <class T>
+void select_rows(const int64_t* selected, long num_selected, long size, T* rows, T* copy) {
+    for (long i = 0; i < num_selected; ++i)
+        std::memcpy((void*)(copy + i * size), rows + selected[i] * size, size * sizeof(T));
+    std::memcpy((void*)rows, copy, num_selected * size * sizeof(T));
+}
+
+// hidden [num_rows, hidden] -> hidden, of which the first num_selected rows count where rows are selected.
+template <class T>
+void decoder_layer(const DecoderLayer& layer, const Step& step, T* kv_layer, T* hidden) {
+    const long n = step.selected ? step.num_selected : step.num_rows;
+    const long heads_width = layer.num_heads * layer.head_dim, kv_width = 2 * layer.num_kv_heads * layer.head_dim;
+    const KVPlace<T> kv{kv_layer, step.block_stride, step.block_size, layer.num_kv_heads, layer.head_dim};
+    Buffers& b = buffers();
+    T* normed = b.normed.take<T>(step.num_rows * layer.hidden);
+    T* projected = b.projected.take<T>(step.num_rows * (heads_width > kv_width ? heads_width : kv_width));
+
+    norm_rows(hidden, step.num_rows, layer.input_norm, nullptr, layer.hidden, layer.norm_eps, normed);
+    linear_to(normed, step.num_rows, layer.key_value, NONE, projected);
+    store_kv(layer, step, projected, kv);
+    if (n == 0) return;
+    if (step.selected) {
+        T* copy = b.hidden.take<T>(n * layer.hidden);
+        select_rows(step.selected, n, layer.hidden, normed, copy);
+        select_rows(step.selected, n, layer.hidden, hidden, copy);
+    }
+    T* queries = b.queries.take<T>(n * heads_width);
+    T* attended = b.attended.take<T>(n * heads_width);
+    linear_to(normed, n, layer.query, NONE, projected);
+    prepare_queries(layer, step, n, projected, queries);
+    attend_blocks(layer, step, n, queries, kv, attended);
+    linear_added(attended, n, layer.output, hidden);
+
+    T* inner = b.hidden.take<T>(n * layer.intermediate);
+    norm_rows(hidden, n, layer.output_norm, nullptr, layer.hidden, layer.norm_eps, normed);
+    gated(normed, n, layer.gate_up, layer.intermediate, inner);
+    linear_added(inner, n, layer.down, hidden);
+}
+
+// -- vision block -----------------------------------------------------------------------------------------------------
+
+// One head of rows [first, end): its keys and values go into tiles, its queries are rotated, all rows see each other.
+template <class T>
+void attend_window(const VisionBlock& block, const float* cos, const float* sin, const T* qkv, long first, long end,
+                   long head, T* attended) {
+    const long D = block.head_dim, width = block.num_heads * D, n = end - first;
+    const long num_tiles = (n + TILE - 1) / TILE, tile_size = TILE * D;
+    const size_t pointer_floats = 2 * num_tiles * sizeof(T*) / sizeof(float);
+    const size_t tiles_floats = (2 * num_tiles * tile_size + n * D + D) * sizeof(T) / sizeof(float);
+    float* memory = thread_scratch().take<float>(pointer_floats + tiles_floats + 2 * LANES +
+                                                 Attention<T>::scratch_floats(D));
+    const T** keys = reinterpret_cast<const T**>(memory);
+    const T** values = keys + num_tiles;
+    T* tiles = reinterpret_cast<T*>(memory + (pointer_floats + LANES - 1) / LANES * LANES);
+    T* queries = tiles + 2 * num_tiles * tile_size;
+    T* key = queries + n * D;
+    for (long t = 0; t < num_tiles; ++t) {
+        keys[t] = tiles + t * tile_size;
+        values[t] = tiles + (num_tiles + t) * tile_size;
+    }
+    if (n % TILE) std::memset((void*)keys[num_tiles - 1], 0, tile_size * sizeof(T));
+    for (long i = 0; i < n; ++i) {
+        const T* row = qkv + (first + i) * 3 * width + head * D;
+        const float *row_cos = cos + (first + i) * D, *row_sin = sin + (first + i) * D;
+        std::memcpy((void*)(queries + i * D), row, D * sizeof(T));
+        rotate(queries + i * D, row_cos, row_sin, D);
+        std::memcpy((void*)key, row + width, D * sizeof(T));
+        rotate(key, row_cos, row_sin, D);
+        store_key(key, D, i % TILE, const_cast<T*>(keys[i / TILE]));
+        store_value(row + 2 * width, D, i % TILE, const_cast<T*>(values[i / TILE]));
+    }
+    const size_t used = pointer_floats + tiles_floats + 2 * LANES - 1;
+    Attention<T> attention(D, block.scale, memory + used / LANES * LANES);
+    for (long from = 0; from < n; from += QUERIES) {
+        const long count = n - from < QUERIES ? n - from : QUERIES;
+        attention.attend(
+            queries + from * D, count, Tiles<T>{keys, values}, [&](long) { return n; },
+            [&](long i) { return attended + (first + from + i) * width + head * D; });
+    }
+}
+
+// hidden [num_rows, hidden] -> hidden; rows [bounds[w], bounds[w + 1]) see each other; cos and sin [num_rows, head_dim].
+template <class T>
+void vision_block(const VisionBlock& block, const float* cos, const float* sin, const int64_t* bounds,
+                  long num_windows, T* hidden) {
+    const long num_rows = bounds[num_windows], width = block.num_heads * block.head_dim;
+    Buffers& b = buffers();
+    T* normed = b.normed.take<T>(num_rows * block.hidden);
+    T* qkv = b.projected.take<T>(num_rows * 3 * width);
+    T* attended = b.attended.take<T>(num_rows * width);
+
+    norm_rows(hidden, num_rows, block.norm1_weight, block.norm1_bias, block.hidden, block.norm_eps, normed);
+    linear_to(normed, num_rows, block.qkv, NONE, qkv);
+    for_each(num_windows * block.num_heads, [&](long task) {
+        const long window = task / block.num_heads, head = task % block.num_heads;
+        attend_window(block, cos, sin, qkv, bounds[window], bounds[window + 1], head, attended);
+    });
+    linear_added(attended, num_rows, block.projection, hidden);
+
+    T* inner = b.hidden.take<T>(num_rows * block.intermediate);
+    norm_rows(hidden, num_rows, block.norm2_weight, block.norm2_bias, block.hidden, block.norm_eps, normed);
+    if (block.gated) {
+        gated(normed, num_rows, block.up, block.intermediate, inner);
+    } else {
+        linear_to(normed, num_rows, block.up, static_cast<Activation>(block.activation), inner);
+    }
+    linear_added(inner, num_rows, block.down, hidden);
+}
+
+}  // namespace triptych

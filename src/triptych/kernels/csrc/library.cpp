@@ -1,0 +1,54 @@
+// What Python calls, through `kernels/library.py`: plain C, one name for each element type.
+//
+// Every pointer is the caller's and is used only during the call. Built without a header of Python or torch.
+
+#include "layers.h"
+
+using namespace triptych;
+
+#define TRIPTYCH_EXPORT extern "C" __attribute__((visibility("default")))
+
+#define TRIPTYCH_FOR(T, name)                                                                                          \
+    TRIPTYCH_EXPORT void triptych_pack_##name(const void* weight, const int64_t* order, int64_t num_outputs,           \
+                                              int64_t num_inputs, void* panels) {                                      \
+        const T* rows = static_cast<const T*>(weight);                                                                 \
+        pack_weight<T>(rows, num_outputs, num_inputs, [=](long i) { return order ? order[i] : i; },                    \
+                       static_cast<T*>(panels));                                                                       \
+    }                                                                                                                  \
+    TRIPTYCH_EXPORT void triptych_linear_##name(const Linear* layer, const void* x, int64_t num_rows,                  \
+                                                int64_t activation, void* out) {                                       \
+        linear_to(static_cast<const T*>(x), num_rows, *layer, static_cast<Activation>(activation),                     \
+                  static_cast<T*>(out));                                                                               \
+    }                                                                                                                  \
+    TRIPTYCH_EXPORT void triptych_linear_float_##name(const Linear* layer, const void* x, int64_t num_rows,            \
+                                                      float* out) {                                                    \
+        linear_to(static_cast<const T*>(x), num_rows, *layer, NONE, out);                                              \
+    }                                                                                                                  \
+    TRIPTYCH_EXPORT void triptych_norm_##name(const void* x, int64_t num_rows, const void* weight, const void* bias,   \
+                                              int64_t size, double eps, void* out) {                                   \
+        norm_rows(static_cast<const T*>(x), num_rows, weight, bias, size, eps, static_cast<T*>(out));                  \
+    }                                                                                                                  \
+    TRIPTYCH_EXPORT void triptych_decoder_layer_##name(const DecoderLayer* layer, const Step* step, void* kv,          \
+                                                       void* hidden) {                                                 \
+        decoder_layer(*layer, *step, static_cast<T*>(kv), static_cast<T*>(hidden));                                    \
+    }                                                                                                                  \
+    TRIPTYCH_EXPORT void triptych_vision_block_##name(const VisionBlock* block, const float* cos, const float* sin,    \
+                                                      const int64_t* bounds, int64_t num_windows, void* hidden) {      \
+        vision_block(*block, cos, sin, bounds, num_windows, static_cast<T*>(hidden));                                  \
+    }
+
+TRIPTYCH_FOR(float, float32)
+TRIPTYCH_FOR(bf16, bfloat16)
+
+TRIPTYCH_EXPORT int64_t triptych_packed_elements(int64_t num_outputs, int64_t num_inputs, int64_t is_bfloat16) {
+    return is_bfloat16 ? packed_elements<bf16>(num_outputs, num_inputs) : packed_elements<float>(num_outputs, num_inputs);
+}
+
+TRIPTYCH_EXPORT void triptych_set_num_threads(int64_t count) { num_threads() = static_cast<int>(count); }
+
+// Whether this processor has every instruction that the library was built with.
+TRIPTYCH_EXPORT int64_t triptych_supported() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("fma");
+}

@@ -1,0 +1,156 @@
+"""Each kernel against torch, for sizes that fill no panel and no tile; no row depends on its neighbours."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from triptych.kernels import library
+from triptych.kernels.library import Activation
+from triptych.models.native import NativeVisionBlock, PackedLinear, kernels_for
+from triptych.models.swaps import swap_rms_norms
+
+DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+SIZES = [(64, 32), (65, 34), (1, 2), (320, 96), (31, 1700), (130, 6)]
+ROWS = [1, 2, 5, 6, 7, 13, 50, 61]
+
+
+def _has_instructions() -> bool:
+    flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+    return platform.machine() == "x86_64" and "avx512_bf16" in flags and "avx512bw" in flags
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    if not _has_instructions():
+        pytest.skip("this processor lacks AVX-512 with bf16 products")
+    assert library.available(), "the kernels were not built: is there a C++ compiler?"
+    yield
+    library.set_num_threads(1)
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    scale = max(1.0, float(expected.float().abs().max()))
+    torch.testing.assert_close(got.float(), expected.float(), rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bias", [True, False])
+@torch.inference_mode()
+def test_linear(dtype: torch.dtype, tolerance: float, size: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(1)
+    linear = nn.Linear(size[1], size[0], bias=bias).to(dtype)
+    packed = PackedLinear.of(linear)
+    for rows in ROWS:
+        x = torch.randn(rows, size[1], dtype=dtype)
+        _close(packed(x), linear(x), tolerance)
+        if not bias:
+            _close(packed.to_float32(x), x.float() @ linear.weight.float().T, 1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize(
+    ("activation", "reference"),
+    [
+        (Activation.SILU, functional.silu),
+        (Activation.GELU_TANH, lambda x: functional.gelu(x, approximate="tanh")),
+    ],
+)
+def test_activations(dtype: torch.dtype, tolerance: float, activation: int, reference: Any) -> None:
+    """Over the whole range, far outside of which a power would overflow."""
+    values = torch.cat([torch.linspace(-12, 12, 990), torch.tensor([-1e30, -500.0, -89.0, 0.0, 89.0, 500.0])])
+    identity = PackedLinear(torch.tensor([[1, 0]], dtype=dtype), None)
+    x = torch.stack([values, torch.zeros_like(values)], dim=1).to(dtype)
+    out = torch.empty(len(x), dtype=dtype)
+    kernels_for(dtype).linear(identity._reference, x.data_ptr(), len(x), activation, out.data_ptr())
+    torch.testing.assert_close(out.float(), reference(x[:, 0].float()), rtol=tolerance, atol=tolerance)
+
+
+def test_an_odd_number_of_inputs_is_refused() -> None:
+    with pytest.raises(ValueError, match="odd"):
+        PackedLinear(torch.ones(4, 3), None)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", [1, 16, 96, 1000])
+def test_norms(dtype: torch.dtype, tolerance: float, bias: bool, size: int) -> None:
+    torch.manual_seed(2)
+    x, weight = torch.randn(9, size, dtype=dtype) * 3 + 1, torch.randn(size, dtype=dtype)
+    shift = torch.randn(size, dtype=dtype) if bias else None
+    out = torch.empty_like(x)
+    pointer = None if shift is None else shift.data_ptr()
+    kernels_for(dtype).norm(x.data_ptr(), 9, weight.data_ptr(), pointer, size, 1e-6, out.data_ptr())
+    if shift is None:
+        expected = functional.rms_norm(x.float(), (size,), weight.float(), 1e-6)
+    else:
+        expected = functional.layer_norm(x.float(), (size,), weight.float(), shift.float(), 1e-6)
+    _close(out, expected, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    packed = PackedLinear(torch.randn(200, 1666, dtype=dtype), None)  # more than one slice of the inputs
+    x = torch.randn(100, 1666, dtype=dtype)
+    whole = packed(x)
+    for rows in (1, 2, 3, 6, 11, 49):
+        assert torch.equal(packed(x[:rows]), whole[:rows])
+
+
+def _tower(module: str, config_class: str, block_class: str, dtype: torch.dtype, **config: Any) -> tuple[Any, Any]:
+    module = f"transformers.models.{module}"
+    settings = getattr(import_module(module + ".configuration_" + module.rpartition(".")[2]), config_class)(**config)
+    settings._attn_implementation = "sdpa"
+    block = getattr(import_module(module + ".modeling_" + module.rpartition(".")[2]), block_class)(settings)
+    block = block.to(dtype).eval()
+    for parameter in block.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+    return settings, block
+
+
+TOWERS = [
+    ("qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionBlock", {"hidden_act": "gelu_pytorch_tanh"}),
+    ("qwen2_5_vl", "Qwen2_5_VLVisionConfig", "Qwen2_5_VLVisionBlock", {"hidden_act": "silu"}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(("module", "config_class", "block_class", "extra"), TOWERS)
+@pytest.mark.parametrize("windows", [[1], [16, 3, 64], [300], [25, 600]])
+@torch.inference_mode()
+def test_vision_block(
+    dtype: torch.dtype,
+    tolerance: float,
+    module: str,
+    config_class: str,
+    block_class: str,
+    extra: dict[str, str],
+    windows: list[int],
+) -> None:
+    torch.manual_seed(4)
+    hidden, heads = 160, 2  # heads of 80: five vectors, which no block of four covers
+    _, block = _tower(
+        module, config_class, block_class, dtype, hidden_size=hidden, num_heads=heads, intermediate_size=200, **extra
+    )
+    swap_rms_norms(block)
+    bounds = torch.tensor([0, *windows]).cumsum(0)
+    rows = int(bounds[-1])
+    x = torch.randn(rows, hidden, dtype=dtype)
+    angles = torch.randn(rows, hidden // heads // 2).repeat(1, 2)
+    position = (angles.cos(), angles.sin())
+    expected = block(x, cu_seqlens=bounds.int(), position_embeddings=position)
+    native = NativeVisionBlock(cast(nn.Module, block))
+    one_thread = native(x.clone(), bounds.int(), position)
+    _close(one_thread, expected, tolerance)
+    library.set_num_threads(2)
+    assert torch.equal(native(x.clone(), bounds.int(), position), one_thread)
