@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
@@ -23,7 +24,7 @@ from triptych.stages.encode import EncodeStage
 from triptych.stages.language import LanguageStage
 from triptych.transport.inproc import InProcTransport
 from triptych.types import Heartbeat, Load, SamplingParams, Stage, WeightsReport, WorkerAddress, WorkerInfo
-from triptych.worker import StageSet, Worker, needed_parts
+from triptych.worker import ENCODE_PATIENCE_S, StageSet, Worker, needed_parts
 
 CONSUMER = WorkerAddress("decode-0", "consumer", "", "")
 
@@ -38,13 +39,16 @@ class RecordingStage:
         self.work = 0
         self.live = 0
         self.error: Exception | None = None
+        self.is_prefilling = False
+        self.forwards: list[bool] = []
         self.counters: dict[str, float] = {"ticks": 0.0}
 
     def routes(self) -> Routes:
         return dict.fromkeys(self.kinds, self.received.append)
 
-    def step(self) -> bool:
+    def step(self, *, forward: bool = True) -> bool:
         self.num_steps += 1
+        self.forwards.append(forward)
         self.work -= 1
         return self.work >= 0
 
@@ -146,6 +150,17 @@ def test_each_turn_steps_every_stage_once_and_says_whether_any_worked(bench: Ben
     bench.language.work = 1
     assert [bench.worker.turn(0.0), bench.worker.turn(0.0)] == [True, False]
     assert (bench.encode.num_steps, bench.language.num_steps) == (2, 2)
+
+
+def test_a_prompt_under_way_goes_before_the_tower_for_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for bench.language.is_prefilling in (False, True, False, True, True):
+        bench.worker.turn(0.0)
+    now += ENCODE_PATIENCE_S + 0.1
+    bench.worker.turn(0.0)
+    bench.worker.turn(0.0)
+    assert bench.encode.forwards == [True, False, True, False, False, True, False]
 
 
 def test_a_released_lease_is_freed_once(bench: Bench) -> None:

@@ -61,8 +61,16 @@ class MediaConfig(Section, frozen=True):
 
 class EncodeConfig(Section, frozen=True):
     max_encode_embeds: Annotated[
-        PositiveInt, doc("embeds that one forward of the vision tower may return; a larger item runs alone")
-    ] = 512
+        Count,
+        doc("embeds that one forward of the tower may return; a larger item runs alone; 0: 128 on a CPU, else 1024"),
+    ] = 0
+    order: Annotated[
+        Literal["smallest", "arrival"],
+        doc("which request's items are encoded first; smallest: the one with the least left, with ageing"),
+    ] = "smallest"
+    window_embeds: Annotated[
+        PositiveInt, doc("embeds that an encode worker has been given and not finished, beyond two items")
+    ] = 128
     cache_bytes: Annotated[Count, doc("memory for finished embeddings on an encode worker")] = 256 << 20
     preprocess_threads: Annotated[PositiveInt, doc("threads that decode and resize media beside the tower")] = 1
 
@@ -72,6 +80,10 @@ class EngineConfig(Section, frozen=True):
     num_kv_blocks: Annotated[Count, doc("KV blocks; 0: as many as kv_bytes holds")] = 0
     kv_bytes: Annotated[PositiveInt, doc("memory for KV blocks where num_kv_blocks is 0")] = 512 << 20
     max_num_batched_tokens: Annotated[PositiveInt, doc("tokens in one step, decode and prefill together")] = 512
+    max_prefill_beside_decode: Annotated[
+        Count,
+        doc("prompt tokens in a step that also decodes: bounds the time between tokens; 0: 64 on a CPU, else no bound"),
+    ] = 0
     max_num_seqs: Annotated[PositiveInt, doc("requests in one step")] = 32
     prefix_caching: Annotated[bool, doc("reuse KV blocks of equal prefixes")] = True
     embedding_cache_bytes: Annotated[Count, doc("memory for received embeddings on a prefill worker")] = 256 << 20

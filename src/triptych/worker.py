@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 IDLE_WAIT_S = 0.05
+ENCODE_PATIENCE_S = 2.0  # that prompts may keep the tower of the same worker waiting
 SLOW_TO_LOAD_BYTES = 256 << 20  # less than this is loaded before anybody wonders
 
 
@@ -89,6 +90,7 @@ class Worker:
         self._draining = False
         self._abandoned = False
         self._next_tick_s = 0.0
+        self._encoded_s = 0.0  # when the tower last had a turn
 
     def run(self) -> None:
         """Until told to drain, and then until no request is left; or until abandoned."""
@@ -100,9 +102,23 @@ class Worker:
         """Receive, step every stage once; whether any of them had work. What leaves was sent by the stages."""
         for envelope in self._mailbox.receive(timeout_s):
             self._dispatch(envelope)
-        worked = [stage.step() for stage in self.stages.hosted]
+        language, encode = self.stages.language, self.stages.encode
+        worked = language.step() if language else False
+        if encode:
+            worked |= encode.step(forward=self._may_encode())
         self._tick()
-        return any(worked)
+        return worked
+
+    def _may_encode(self) -> bool:
+        """A prompt whose embeddings are here goes before new embeddings: it is nearer to its first token.
+
+        For a while: then an item gets its turn between two chunks.
+        """
+        language, now = self.stages.language, time.monotonic()
+        if language is None or not language.is_prefilling or now - self._encoded_s > ENCODE_PATIENCE_S:
+            self._encoded_s = now
+            return True
+        return False
 
     def _dispatch(self, envelope: Envelope) -> None:
         body = envelope.body

@@ -59,13 +59,23 @@ def test_no_more_than_max_num_seqs_hold_blocks() -> None:
     assert drive.step() == {"b": 1, "c": 4}
 
 
-def test_admission_is_first_come_first_served_even_where_a_later_one_would_fit() -> None:
+def test_the_shortest_prompt_is_admitted_first() -> None:
     drive = Drive(num_blocks=8)
     drive.add(text("a", 20))
     drive.step()
     drive.add(text("b", 20), text("c", 4))
-    assert drive.step() == {"a": 1}
-    assert drive.statuses() == {"a": Status.RUNNING, "b": Status.WAITING, "c": Status.WAITING}
+    assert drive.step() == {"a": 1, "c": 4}
+    assert drive.statuses() == {"a": Status.RUNNING, "b": Status.WAITING, "c": Status.RUNNING}
+
+
+def test_a_long_prompt_that_others_passed_by_goes_first_in_the_end() -> None:
+    drive = Drive(num_blocks=60, max_num_batched_tokens=8)
+    drive.add(text("z", 40))
+    finished_before = 0
+    for name in "abcdefghijklmnop":
+        drive.add(text(name, 8))
+        finished_before += "z" not in drive.step(finish_at=1)
+    assert 2 <= finished_before < 12
 
 
 def test_a_finished_request_frees_all_its_blocks() -> None:
@@ -305,7 +315,7 @@ def test_a_reserved_request_has_all_its_blocks_and_is_not_preempted() -> None:
 
 def test_what_lacks_free_blocks_or_waits_is_not_reserved() -> None:
     drive = Drive(num_blocks=4, max_num_batched_tokens=4)
-    first, second = text("a", 12), text("b", 4)
+    first, second = text("a", 12), text("b", 13)
     drive.add(first, second)
     drive.step()
     assert not drive.scheduler.reserve(second)

@@ -77,6 +77,7 @@ class RequestState:
         self.kv_from_elsewhere = kv_from_elsewhere
         self.status = Status.WAITING
         self.arrival = 0  # order of arrival at this engine, kept when preempted; set by the scheduler
+        self.prompt_tokens_before = 0  # computed by this engine when the request came; set by the scheduler
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
         self.block_table: list[int] = []

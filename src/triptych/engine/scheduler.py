@@ -17,6 +17,9 @@ from triptych.engine.request_state import RequestKey, RequestState, Status
 from triptych.types import FinishReason
 
 
+AGEING = 0.5  # tokens of others that pass by for one of a request's own, before it goes first
+
+
 class ScheduledChunk(NamedTuple):
     """The next `num_tokens` tokens of one request; `samples` when they reach its last token."""
 
@@ -53,6 +56,7 @@ class Scheduler:
         self._waiting: OrderedDict[RequestKey, RequestState] = OrderedDict()
         self._running: OrderedDict[RequestKey, RequestState] = OrderedDict()  # all that hold blocks
         self._num_arrivals = 0
+        self._num_prompt_tokens = 0  # computed so far, of all requests
         self.num_preemptions = 0
         self.num_prefix_queries_tokens = 0
         self.num_prefix_hit_tokens = 0
@@ -71,6 +75,7 @@ class Scheduler:
     def add(self, request: RequestState) -> None:
         self._num_arrivals += 1
         request.arrival = self._num_arrivals
+        request.prompt_tokens_before = self._num_prompt_tokens
         self._waiting[request.key] = request
 
     def get(self, key: RequestKey) -> RequestState | None:
@@ -88,21 +93,29 @@ class Scheduler:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep:
-        """Decode rows first, then prefill in order of arrival, then admission, within the budget of tokens."""
+        """Decode rows first, then the prefill with the least left, then admission, within the budget of tokens."""
         budget = self._config.max_num_batched_tokens
         chunks: dict[RequestKey, ScheduledChunk] = {}
         preempted_before = self.num_preemptions
         decoding = [request for request in self._running.values() if request.is_decoding]
         prefilling = [request for request in self._running.values() if not request.is_decoding]
-        for request in decoding + sorted(prefilling, key=lambda r: r.arrival):
-            if budget == 0:
-                break
-            if request.key in self._running and request.status is not Status.WAITING_FOR_KV:
+        for request in decoding:
+            if budget and request.key in self._running:
+                budget -= self._plan_chunk(request, budget, chunks)
+        if chunks:
+            budget = min(budget, self._config.max_prefill_beside_decode or budget)
+        for request in sorted(prefilling, key=self._urgency):
+            if budget and request.key in self._running and request.status is not Status.WAITING_FOR_KV:
                 budget -= self._plan_chunk(request, budget, chunks)
         admitted: list[RequestState] = []
         if self.num_preemptions == preempted_before:
             self._admit(budget, chunks, admitted)
         return ScheduledStep(list(chunks.values()), admitted)
+
+    def _urgency(self, request: RequestState) -> tuple[float, int]:
+        """Shortest remaining prompt first; one that others passed by comes nearer with each token of theirs."""
+        passed = self._num_prompt_tokens - request.prompt_tokens_before
+        return request.num_tokens_to_compute - AGEING * passed, request.arrival
 
     def _plan_chunk(self, request: RequestState, budget: int, chunks: dict[RequestKey, ScheduledChunk]) -> int:
         """Plan the request's next chunk if it can go on; the number of tokens it takes."""
@@ -127,8 +140,8 @@ class Scheduler:
         return len(request.token_ids) - num_computed_tokens
 
     def _admit(self, budget: int, chunks: dict[RequestKey, ScheduledChunk], admitted: list[RequestState]) -> None:
-        """Give blocks to waiting requests, first come first served; one that lacks embeddings holds up nobody."""
-        for request in list(self._waiting.values()):
+        """Give blocks to waiting requests, the shortest first; one that lacks embeddings holds up nobody."""
+        for request in sorted(self._waiting.values(), key=self._urgency):
             if len(self._running) >= self._config.max_num_seqs:
                 return
             if request.kv_from_elsewhere:
@@ -217,6 +230,8 @@ class Scheduler:
 
     def advance(self, request: RequestState, num_tokens: int) -> None:
         """`num_tokens` more tokens of the request have their KV; full blocks become findable."""
+        if not request.is_decoding:
+            self._num_prompt_tokens += num_tokens
         request.num_computed_tokens += num_tokens
         hashes = request.block_hashes()
         for index in range(request.num_committed_blocks, request.num_computed_tokens // self._config.block_size):

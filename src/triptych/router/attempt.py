@@ -7,7 +7,7 @@ encoding its open items elsewhere; a lost prefill or decode worker ends the atte
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import NamedTuple
 
 from triptych import messages
@@ -17,15 +17,17 @@ from triptych.errors import (
     DeadlineExceededError,
     EngineError,
     MediaError,
+    NoCapacityError,
     WorkerLostError,
 )
 from triptych.messages import EncodeSource, RequestMessage, TokenOutput
 from triptych.observe.metrics import Metrics
 from triptych.router.client import RouterMailbox
+from triptych.router.encode_queue import EncodeJob, EncodeQueue
 from triptych.router.marks import RequestMarks
-from triptych.router.plan import Plan, choose_encoder
+from triptych.router.plan import Plan
 from triptych.router.registry import RegisteredWorker, Registry
-from triptych.types import MediaItem, Prompt, PromptItem, Request, SamplingParams, WorkerAddress
+from triptych.types import MediaItem, Prompt, PromptItem, Request, SamplingParams, Stage, WorkerAddress
 
 
 class FromWorker(NamedTuple):
@@ -42,16 +44,8 @@ class Lost(NamedTuple):
 class _OpenItem(NamedTuple):
     """An item that was demanded and that its consumer does not hold yet."""
 
-    encoder: RegisteredWorker
+    encoder: RegisteredWorker | None  # None: it waits for one
     consumer: RegisteredWorker
-
-
-class _Charge(NamedTuple):
-    """What this attempt counts for in a worker's load."""
-
-    worker: RegisteredWorker
-    num_requests: int
-    num_embeds: int
 
 
 class Attempt:
@@ -63,6 +57,7 @@ class Attempt:
         media: Mapping[str, MediaItem],
         plan: Plan,
         registry: Registry,
+        encodes: EncodeQueue,
         mailbox: RouterMailbox,
         metrics: Metrics,
         marks: RequestMarks,
@@ -72,12 +67,14 @@ class Attempt:
     ) -> None:
         self.number = number
         self.request_id = request.request_id
+        self._key = (request.request_id, number)
         self.plan = plan
         self.num_cached_tokens = 0
         self._request = request
         self._prompt = prompt
         self._media = media
         self._registry = registry
+        self._encodes = encodes
         self._mailbox = mailbox
         self._metrics = metrics
         self._marks = marks
@@ -85,11 +82,11 @@ class Attempt:
         self._deadline_s = deadline_s
         self._max_encodes = max_encodes
         self._inbox: asyncio.Queue[FromWorker | Lost] = asyncio.Queue()
-        self._encoders = dict(plan.encoders)  # who prepares which item; changes when an encoder is lost
         self._failures: dict[str, list[str]] = {}  # by item: the encode workers that failed it
         self._open: dict[str, _OpenItem] = {}
         self._involved: dict[str, WorkerAddress] = {}  # by epoch: everyone who may hold something of this attempt
-        self._charges: list[_Charge] = []
+        self._charged: list[RegisteredWorker] = []  # those that count this attempt among their requests
+        self._num_uncomputed_tokens = 0  # that the prefill worker's load has of this attempt
         self._early: dict[int, TokenOutput] = {}  # by index: outputs that overtook an earlier one
         self._decode_began = False
 
@@ -103,8 +100,8 @@ class Attempt:
 
         Raises WorkerLostError when the attempt must be planned anew, MediaError, EngineError, DeadlineExceededError.
         """
-        self._prepare_items()
         self._submit(output_ids)
+        self._demand_new_items()
         next_index = len(output_ids)
         while True:
             event = await self._next_event()
@@ -116,6 +113,7 @@ class Attempt:
                 self._on_message(event.sender, event.message, output_ids)
             while (output := self._early.pop(next_index, None)) is not None:
                 next_index += len(output.token_ids)
+                self._prefilled()
                 self._decode_began |= output.decode is not None
                 yield output
                 if output.finish_reason is not None:
@@ -132,12 +130,13 @@ class Attempt:
 
     def _submit(self, output_ids: list[int]) -> None:
         message = messages.Prefill(*self._prompt_fields(output_ids), decode_elsewhere=self.plan.decode_elsewhere)
-        self._charge(self.plan.prefill, num_requests=1)
+        self._charge(self.plan.prefill)
+        self._discharge_tokens(-len(message.token_ids))
         self._send(self.plan.prefill, message)
 
     def _start_decode(self, output_ids: list[int]) -> None:
         message = messages.Decode(*self._prompt_fields(output_ids), source=self.plan.prefill.address)
-        self._charge(self.plan.decode, num_requests=1)
+        self._charge(self.plan.decode)
         self._marks.decode_sent()
         self._send(self.plan.decode, message)
 
@@ -162,6 +161,7 @@ class Attempt:
                 self._demand(message.mm_hashes, consumer)
             case messages.ItemEncoded():
                 self._marks.item_encoded(message, sender)
+                self._on_item_encoded(sender, message)
                 if message.source is not EncodeSource.FORWARD:
                     self._metrics.encode_avoided(message.source)
             case messages.ItemFailed():
@@ -176,58 +176,64 @@ class Attempt:
 
     def _on_accepted(self, message: messages.Accepted, output_ids: list[int]) -> None:
         self.num_cached_tokens = message.num_cached_tokens
-        self._demand(message.needed, self.plan.prefill)
-        needed = set(message.needed)
-        for mm_hash in self._media:
-            if mm_hash not in needed:
-                ends = [item.placeholder.end for item in self._prompt.items if item.mm_hash == mm_hash]
-                covered = max(ends) <= message.num_cached_tokens
-                self._metrics.encode_avoided("prefix_cache" if covered else "embedding_cache")
+        self._discharge_tokens(message.num_cached_tokens)
+        self._demand([mm_hash for mm_hash in message.needed if mm_hash not in self._open], self.plan.prefill)
+        for mm_hash in self._media.keys() - set(message.needed):
+            ends = [item.placeholder.end for item in self._prompt.items if item.mm_hash == mm_hash]
+            covered = max(ends) <= message.num_cached_tokens
+            self._metrics.encode_avoided("prefix_cache" if covered else "embedding_cache")
         if self.plan.decode_elsewhere:
             self._start_decode(output_ids)
 
     # -- encoding ------------------------------------------------------------------------------------------------------
 
-    def _prepare_items(self) -> None:
-        """Give every encode worker its items, so that it decodes and preprocesses them before they are demanded."""
-        by_encoder: dict[str, tuple[RegisteredWorker, list[MediaItem]]] = {}
-        for mm_hash, encoder in self._encoders.items():
-            by_encoder.setdefault(encoder.name, (encoder, []))[1].append(self._media[mm_hash])
-        for encoder, its_items in by_encoder.values():
-            self._send_items(encoder, its_items)
+    def _demand_new_items(self) -> None:
+        """What no worker ever encoded, nobody can hold: it need not wait for the prefill worker's answer."""
+        self._demand([mm_hash for mm_hash in self._media if self._encodes.is_new(mm_hash)], self.plan.prefill)
 
-    def _send_items(self, encoder: RegisteredWorker, items: list[MediaItem]) -> None:
-        to_encode = [messages.ItemToEncode(i.modality, i.mm_hash, i.content, i.metadata) for i in items]
-        self._charge(encoder, num_embeds=sum(item.metadata.num_embeds for item in items))
-        self._send(encoder, messages.PrepareItems(self._request.request_id, self.number, to_encode))
-
-    def _demand(self, mm_hashes: list[str], consumer: RegisteredWorker) -> None:
-        by_encoder: dict[str, list[str]] = {}
+    def _demand(self, mm_hashes: Iterable[str], consumer: RegisteredWorker) -> None:
         for mm_hash in mm_hashes:
-            if self._registry.find(self._encoders[mm_hash].name, self._encoders[mm_hash].address.epoch) is None:
-                self._move_item(mm_hash)
-            self._open[mm_hash] = _OpenItem(self._encoders[mm_hash], consumer)
+            self._open[mm_hash] = _OpenItem(None, consumer)
             self._marks.item_demanded(mm_hash)
-            by_encoder.setdefault(self._encoders[mm_hash].name, []).append(mm_hash)
-        for hashes in by_encoder.values():
-            message = messages.EncodeItems(self._request.request_id, self.number, hashes, consumer.address)
-            self._send(self._encoders[hashes[0]], message)
+            self._queue_item(mm_hash, consumer)
 
-    def _move_item(self, mm_hash: str) -> None:
-        """Choose another encode worker and bring it the item."""
+    def _queue_item(self, mm_hash: str, consumer: RegisteredWorker) -> None:
+        """Raises NoCapacityError where nobody is left who could encode it."""
+        if not self._registry.live(Stage.ENCODE):
+            raise NoCapacityError("no live worker hosts the encode stage")
+        self._encodes.demand(
+            EncodeJob(
+                key=self._key,
+                mm_hash=mm_hash,
+                num_embeds=self._media[mm_hash].metadata.num_embeds,
+                consumer=consumer.name,
+                avoid=self._failures.get(mm_hash, ()),
+                start=lambda encoder: self._encode_at(encoder, mm_hash, consumer),
+            )
+        )
+
+    def _encode_at(self, encoder: RegisteredWorker, mm_hash: str, consumer: RegisteredWorker) -> None:
+        """Bring the item to the encode worker that was chosen for it, and say for whom."""
         item = self._media[mm_hash]
-        self._encoders[mm_hash] = choose_encoder(item, self._registry, {}, frozenset(self._failures.get(mm_hash, ())))
-        self._send_items(self._encoders[mm_hash], [item])
+        self._open[mm_hash] = _OpenItem(encoder, consumer)
+        self._marks.item_given(mm_hash, encoder.name)
+        to_encode = messages.ItemToEncode(item.modality, item.mm_hash, item.content, item.metadata)
+        self._send(encoder, messages.PrepareItems(*self._key, [to_encode]))
+        self._send(encoder, messages.EncodeItems(*self._key, [mm_hash], consumer.address))
 
     def _encode_elsewhere(self, mm_hash: str, failed: str, reason: str) -> None:
-        """Demand an open item again, on another encode worker where there is one."""
+        """Demand an open item again, from another encode worker where there is one."""
         failures = self._failures.setdefault(mm_hash, [])
         failures.append(failed)
         if len(failures) > self._max_encodes:
             raise EngineError(f"an image could not be encoded: {reason}")
-        consumer = self._open[mm_hash].consumer
-        self._move_item(mm_hash)
-        self._demand([mm_hash], consumer)
+        self._encodes.failed(mm_hash, self._key)
+        self._demand([mm_hash], self._open[mm_hash].consumer)
+
+    def _on_item_encoded(self, sender: str, message: messages.ItemEncoded) -> None:
+        encoder = self._open[message.mm_hash].encoder if message.mm_hash in self._open else None
+        if encoder is not None and encoder.name == sender:
+            self._encodes.encoded(message.mm_hash, encoder)
 
     def _on_item_held(self, sender: str, message: messages.ItemHeld) -> None:
         self._marks.item_held(message.mm_hash)
@@ -246,8 +252,10 @@ class Attempt:
         if address.epoch in (self.plan.decode.address.epoch, self.plan.prefill.address.epoch) and self._needs(address):
             raise WorkerLostError(f"{address.name} was lost")
         for mm_hash, item in list(self._open.items()):
-            if item.encoder.address.epoch == address.epoch:
+            if item.encoder is not None and item.encoder.address.epoch == address.epoch:
                 self._encode_elsewhere(mm_hash, address.name, f"{address.name} was lost")
+            elif item.encoder is None and not self._registry.live(Stage.ENCODE):
+                raise NoCapacityError("no live worker hosts the encode stage")
 
     def _needs(self, address: WorkerAddress) -> bool:
         """The prefill worker is done with the request once a token of the decode worker has followed its own."""
@@ -259,17 +267,27 @@ class Attempt:
         self._involved[worker.address.epoch] = worker.address
         self._mailbox.send(worker.address, message)
 
-    def _charge(self, worker: RegisteredWorker, *, num_requests: int = 0, num_embeds: int = 0) -> None:
-        worker.num_inflight_requests += num_requests
-        worker.num_inflight_embeds += num_embeds
-        self._charges.append(_Charge(worker, num_requests, num_embeds))
+    def _charge(self, worker: RegisteredWorker) -> None:
+        worker.num_inflight_requests += 1
+        self._charged.append(worker)
+
+    def _prefilled(self) -> None:
+        """The first token has come: its prompt is no load any more."""
+        if self._num_uncomputed_tokens:
+            self._discharge_tokens(self._num_uncomputed_tokens)
+            self._encodes.pump()
+
+    def _discharge_tokens(self, num_tokens: int) -> None:
+        self.plan.prefill.num_inflight_tokens -= num_tokens
+        self._num_uncomputed_tokens -= num_tokens
 
     def close(self) -> None:
         """Free what every worker still holds of this attempt; harmless where that is nothing."""
+        self._encodes.cancel(self._key)
         for address in self._involved.values():
             if self._registry.find(address.name, address.epoch) is not None:
-                self._mailbox.send(address, messages.Cancel(self._request.request_id, self.number))
-        for worker, num_requests, num_embeds in self._charges:
-            worker.num_inflight_requests -= num_requests
-            worker.num_inflight_embeds -= num_embeds
-        self._charges.clear()
+                self._mailbox.send(address, messages.Cancel(*self._key))
+        for worker in self._charged:
+            worker.num_inflight_requests -= 1
+        self._charged.clear()
+        self._discharge_tokens(self._num_uncomputed_tokens)

@@ -24,6 +24,7 @@ class _Item:
 
     def __init__(self, demanded_s: float) -> None:
         self.demanded_s = demanded_s
+        self.given_s = demanded_s  # to an encode worker
         self.encoded: ItemEncoded | None = None
         self.worker = ""
         self.encoded_s = 0.0
@@ -41,6 +42,7 @@ class RequestMarks:
         self._plan = (0.0, 0.0)
         self._items: dict[str, _Item] = {}
         self._plans: list[Plan] = []
+        self._encoders: dict[str, None] = {}  # names, in the order of their first item
         self._prefill: PrefillTiming | None = None
         self._decode: DecodeTiming | None = None
         self._decode_start_s = 0.0
@@ -66,12 +68,16 @@ class RequestMarks:
         yield
         self._plan = (start_s, self._now_s() - start_s)
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: Plan, num_images: int) -> None:
         self._plans.append(plan)
-        self._num_images = len(plan.encoders)
+        self._num_images = num_images
 
     def item_demanded(self, mm_hash: str) -> None:
         self._items[mm_hash] = _Item(self._now_s())
+
+    def item_given(self, mm_hash: str, worker: str) -> None:
+        self._encoders[worker] = None
+        self._items[mm_hash].given_s = self._now_s()
 
     def item_encoded(self, message: ItemEncoded, worker: str) -> None:
         self._num_encodes += message.source is EncodeSource.FORWARD
@@ -136,7 +142,7 @@ class RequestMarks:
                 yield ItemMark(
                     mm_hash=mm_hash,
                     worker=item.worker,
-                    queue_s=item.encoded.queue_s,
+                    queue_s=item.given_s - item.demanded_s + item.encoded.queue_s,
                     encode_s=item.encoded.encode_s,
                     transfer_s=max(item.held_s - item.encoded_s, 0.0),
                     cached=item.encoded.source is not EncodeSource.FORWARD,
@@ -147,7 +153,7 @@ class RequestMarks:
     def log(self) -> None:
         """Exactly one line a request, whatever its end."""
         reason, usage, timing = self._outcome or (None, None, None)
-        names = {w.name: None for plan in self._plans for w in (*plan.encoders.values(), plan.prefill, plan.decode)}
+        names = self._encoders | {w.name: None for plan in self._plans for w in (plan.prefill, plan.decode)}
         canonical_line(
             request_id=self._request_id,
             status=self._status,

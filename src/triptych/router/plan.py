@@ -1,15 +1,18 @@
-"""The plan of one attempt at a request: its prefill worker, its decode worker, and an encode worker an item."""
+"""The plan of one attempt at a request: its prefill worker and its decode worker.
+
+Encode workers are not planned: `encode_queue.py` chooses them late, item by item.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import NamedTuple
 
 from triptych.errors import NoCapacityError
 from triptych.router.policy import by_affinity, least_loaded
 from triptych.router.registry import RegisteredWorker, Registry
-from triptych.types import MediaItem, Prompt, Stage
+from triptych.types import Prompt, Stage
 
 PREFIX_TOKENS = 64  # the part of a prompt that decides its prefill worker: conversations begin alike
 
@@ -17,40 +20,22 @@ PREFIX_TOKENS = 64  # the part of a prompt that decides its prefill worker: conv
 class Plan(NamedTuple):
     prefill: RegisteredWorker
     decode: RegisteredWorker
-    encoders: dict[str, RegisteredWorker]  # by mm_hash
 
     @property
     def decode_elsewhere(self) -> bool:
         return self.prefill is not self.decode
 
 
-def make_plan(prompt: Prompt, media: Iterable[MediaItem], cache_salt: str, registry: Registry) -> Plan:
+def make_plan(prompt: Prompt, cache_salt: str, registry: Registry) -> Plan:
     """Raises NoCapacityError naming the stage that no live worker hosts."""
     prefill = _choose(registry, Stage.PREFILL, lambda loads: by_affinity(_prefix_key(prompt, cache_salt), loads, 1))
     if Stage.DECODE in prefill.info.stages:
         decode = prefill  # the KV is there already
     else:
         decode = _choose(registry, Stage.DECODE, least_loaded)
-    encoders: dict[str, RegisteredWorker] = {}
-    added: dict[str, int] = {}
-    for item in media:
-        if item.mm_hash not in encoders:
-            encoder = choose_encoder(item, registry, added)
-            encoders[item.mm_hash] = encoder
-            added[encoder.name] = added.get(encoder.name, 0) + item.metadata.num_embeds
-    return Plan(prefill, decode, encoders)
-
-
-def choose_encoder(
-    item: MediaItem, registry: Registry, added: dict[str, int], avoid: frozenset[str] = frozenset()
-) -> RegisteredWorker:
-    """The item's encode worker by affinity; `avoid` names workers that failed it, unless there is no other."""
-    workers = {worker.name: worker for worker in registry.live(Stage.ENCODE)}
-    if not workers:
+    if prompt.items and not registry.live(Stage.ENCODE):
         raise NoCapacityError("no live worker hosts the encode stage")
-    names = [name for name in workers if name not in avoid] or list(workers)
-    loads = {name: float(workers[name].num_inflight_embeds + added.get(name, 0)) for name in names}
-    return workers[by_affinity(item.mm_hash, loads, item.metadata.num_embeds)]
+    return Plan(prefill, decode)
 
 
 def _choose(registry: Registry, stage: Stage, pick: Callable[[dict[str, float]], str]) -> RegisteredWorker:

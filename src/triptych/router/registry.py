@@ -14,6 +14,11 @@ from triptych.types import Heartbeat, Load, Stage, WorkerAddress, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
+# Before a worker has done enough to know: what a small model takes on one core. Only their ratio matters.
+SECONDS_AN_EMBED = 2e-3
+SECONDS_A_PROMPT_TOKEN = 1.2e-3
+MIN_WORK_FOR_RATE = 256  # embeds or tokens
+
 
 class RegisteredWorker:
     """One life of a worker as the router knows it. The planner adds and takes back what it has in flight there."""
@@ -25,8 +30,10 @@ class RegisteredWorker:
         self.heard_s = now
         self.draining = False
         self.suspect = ""  # why the last probe failed
-        self.num_inflight_embeds = 0
         self.num_inflight_requests = 0
+        self.num_inflight_tokens = 0  # of prompts whose first token has not come
+        self.num_inflight_items = 0
+        self.num_inflight_embeds = 0
 
     @property
     def address(self) -> WorkerAddress:
@@ -35,6 +42,20 @@ class RegisteredWorker:
     @property
     def name(self) -> str:
         return self.info.address.name
+
+    @property
+    def seconds_an_embed(self) -> float:
+        """Of the tower's time; from the worker's own counters once it has some."""
+        return self._rate("encode_time_seconds_total", "encode_embeds_total", SECONDS_AN_EMBED)
+
+    @property
+    def seconds_a_prompt_token(self) -> float:
+        """Of the engine's time, the decode rows that shared the steps included."""
+        return self._rate("engine_step_time_seconds_total", "prompt_tokens_computed_total", SECONDS_A_PROMPT_TOKEN)
+
+    def _rate(self, time_counter: str, work_counter: str, unknown: float) -> float:
+        work = self.counters.get(work_counter, 0.0)
+        return self.counters.get(time_counter, 0.0) / work if work >= MIN_WORK_FOR_RATE else unknown
 
     @property
     def state(self) -> str:

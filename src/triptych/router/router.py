@@ -33,6 +33,7 @@ from triptych.prompt.detokenize import IncrementalDetokenizer
 from triptych.prompt.layout import PromptBuilder, num_characters
 from triptych.router.attempt import Attempt, FromWorker, Lost
 from triptych.router.client import RouterMailbox
+from triptych.router.encode_queue import EncodeQueue
 from triptych.router.health import Probes
 from triptych.router.marks import RequestMarks
 from triptych.router.output import RequestOutput
@@ -88,8 +89,9 @@ class Router:
             config.router.heartbeat_ttl_s,
             self._clock,
             self._worker_lost,
-            self._joined.set,
+            self._worker_joined,
         )
+        self.encodes = EncodeQueue(self.registry, config.encode.order, config.encode.window_embeds)
         self._probes = Probes(self.registry, mailbox, config.router)
         self.num_running = 0
         self.closing = False  # admission is over; what runs may end
@@ -122,7 +124,7 @@ class Router:
             with marks.plan():
                 prompt = self._lay_out(request, media)
                 request = self._bound_output(request, prompt)
-                plan = make_plan(prompt, media, request.cache_salt, self.registry)
+                plan = make_plan(prompt, request.cache_salt, self.registry)
             async with aclosing(self._run(request, prompt, media, plan, marks)) as events:
                 async for event in events:
                     yield event
@@ -216,10 +218,10 @@ class Router:
         num_cached_tokens: int | None = None
         for number in range(self._config.router.max_attempts):
             attempt = Attempt(
-                number, request, prompt, by_hash, plan, self.registry, self._mailbox, self._metrics, marks,
+                number, request, prompt, by_hash, plan, self.registry, self.encodes, self._mailbox, self._metrics, marks,
                 self._clock, deadline_s, self._config.router.max_attempts,
             )  # fmt: skip
-            marks.planned(plan)
+            marks.planned(plan, len(by_hash))
             try:
                 async with aclosing(self._tokens(attempt, output.token_ids)) as tokens:
                     async for token in tokens:
@@ -236,7 +238,7 @@ class Router:
             num_cached_tokens = attempt.num_cached_tokens if num_cached_tokens is None else num_cached_tokens
             if output.finish_reason is not None:
                 break
-            plan = await self._plan_anew(request, prompt, media, deadline_s)
+            plan = await self._plan_anew(request, prompt, deadline_s)
         yield self._finish(prompt, media, output, num_cached_tokens or 0, marks)
 
     def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
@@ -258,12 +260,12 @@ class Router:
             del self._attempts[key]
             attempt.close()
 
-    async def _plan_anew(self, request: Request, prompt: Prompt, media: list[MediaItem], deadline_s: float) -> Plan:
+    async def _plan_anew(self, request: Request, prompt: Prompt, deadline_s: float) -> Plan:
         """A plan over the workers that are left, or over one that is started again within the time for that."""
         give_up_s = min(self._clock.now() + self._config.router.capacity_wait_s, deadline_s)
         while True:
             try:
-                return make_plan(prompt, media, request.cache_salt, self.registry)
+                return make_plan(prompt, request.cache_salt, self.registry)
             except NoCapacityError:
                 left_s = give_up_s - self._clock.now()
                 if left_s <= 0:
@@ -313,6 +315,10 @@ class Router:
         if attempt is not None:
             attempt.deliver(FromWorker(sender, message))
 
+    def _worker_joined(self) -> None:
+        self._joined.set()
+        self.encodes.pump()
+
     def _worker_lost(self, address: WorkerAddress) -> None:
         self._mailbox.forget(address)
         for worker in self.registry.workers():
@@ -325,6 +331,7 @@ class Router:
         while True:
             await asyncio.sleep(SWEEP_S)
             self.registry.sweep()
+            self.encodes.pump()  # a worker may have passed its probe again
 
     def drain(self, name: str) -> bool:
         """Tell a worker to finish what it has and leave; it gets nothing new. False: there is none of this name."""

@@ -170,12 +170,15 @@ class EncodeStage:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
-        """Serve what the cache holds, then run the tower once over what is demanded and preprocessed."""
+    def step(self, *, forward: bool = True) -> bool:
+        """Serve what the cache holds, then run the tower once over what is demanded and preprocessed.
+
+        Without `forward` the tower does not run: somebody else's work on this worker goes first.
+        """
         self._collect_preprocessed()
         self._store_computed()
         served = self._serve_cached()
-        batch = self._next_batch()
+        batch = self._next_batch() if forward else []
         if batch:
             self._run(batch)
             self._store_computed()

@@ -61,6 +61,7 @@ class LanguageStage:
         self._clock = clock
         self._probe = probe
         self.kv_bytes = kv_bytes
+        self.is_prefilling = False  # the last step computed tokens of a prompt
         self.counters: dict[str, float] = dict.fromkeys(
             ("engine_steps_total", "engine_step_time_seconds_total", "prompt_tokens_computed_total",
              "embed_transfer_items_total", "embed_transfer_bytes_total", "embed_transfer_time_seconds_total",
@@ -115,6 +116,7 @@ class LanguageStage:
         except StepError as error:
             self._fail_step(error)
             return True
+        self.is_prefilling = result.num_prompt_tokens > 0
         if result.advanced:
             self.counters["engine_steps_total"] += 1
             self.counters["prompt_tokens_computed_total"] += result.num_prompt_tokens

@@ -1,0 +1,234 @@
+"""Which encode worker gets which item, and when: decided late, as workers become free, over all requests at once.
+
+Pure: it reads the registry, and knows no clock. Every attempt of the router brings its demands here and is called
+back with a worker for each. An item that is on its way to somebody is not queued again, and one that a worker has
+encoded before goes to that worker, whose cache may still hold it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from triptych.router.policy import rendezvous_order
+from triptych.router.registry import RegisteredWorker, Registry
+from triptych.types import Stage
+
+Order = Literal["smallest", "arrival"]
+AttemptKey = tuple[str, int]  # request_id, attempt
+
+MIN_WINDOW_ITEMS = 2  # a worker has its next item at hand when one is done
+MAX_HOMES = 200_000  # items whose worker is remembered: more than any encoder cache holds
+AGEING = 0.5  # embeds of others that pass by for one embed of a request's own, before it goes first
+
+
+class EncodeJob(NamedTuple):
+    """One item that one attempt needs."""
+
+    key: AttemptKey
+    mm_hash: str
+    num_embeds: int
+    consumer: str  # worker's name
+    avoid: Sequence[str]  # workers that failed it
+    start: Callable[[RegisteredWorker], None]  # send it there
+
+
+@dataclass
+class _Waiting:
+    """The jobs of one attempt that no worker has got, in the order of the prompt."""
+
+    arrival: int
+    passed_before: int  # embeds given out when it came
+    jobs: OrderedDict[str, EncodeJob] = field(default_factory=OrderedDict)  # by mm_hash
+
+    @property
+    def num_embeds(self) -> int:
+        return sum(job.num_embeds for job in self.jobs.values())
+
+
+@dataclass
+class _Running:
+    """An item that a worker has and that has not been published yet."""
+
+    worker: RegisteredWorker
+    num_embeds: int
+    keys: set[AttemptKey]
+
+
+class EncodeQueue:
+    def __init__(self, registry: Registry, order: Order, window_embeds: int) -> None:
+        self._registry = registry
+        self._order = order
+        self._window_embeds = window_embeds
+        self._waiting: OrderedDict[AttemptKey, _Waiting] = OrderedDict()
+        self._running: dict[str, _Running] = {}
+        self._homes: OrderedDict[str, str] = OrderedDict()  # epoch of the worker that encoded an item last
+        self._num_arrivals = 0
+        self._num_passed = 0  # embeds given out so far
+
+    def __len__(self) -> int:
+        return sum(len(waiting.jobs) for waiting in self._waiting.values()) + len(self._running)
+
+    def is_new(self, mm_hash: str) -> bool:
+        """Nobody can hold the item: no worker has encoded it, and none does."""
+        return mm_hash not in self._homes and mm_hash not in self._running
+
+    def demand(self, job: EncodeJob) -> None:
+        """Call `job.start` with a worker, now or when one is free."""
+        running = self._running.get(job.mm_hash)
+        home = self._home(job.mm_hash)
+        if running is not None and running.worker.name not in job.avoid and self._is_live(running.worker):
+            running.keys.add(job.key)
+            job.start(running.worker)
+        elif home is not None and home.name not in job.avoid:
+            self._give(job, home)
+        else:
+            self._wait(job)
+            self.pump()
+
+    def _wait(self, job: EncodeJob) -> None:
+        if job.key not in self._waiting:
+            self._num_arrivals += 1
+            self._waiting[job.key] = _Waiting(self._num_arrivals, self._num_passed)
+        self._waiting[job.key].jobs[job.mm_hash] = job
+
+    def encoded(self, mm_hash: str, worker: RegisteredWorker) -> None:
+        """The worker published the item; later demands for it go there too."""
+        self._homes[mm_hash] = worker.address.epoch
+        self._homes.move_to_end(mm_hash)
+        if len(self._homes) > MAX_HOMES:
+            self._homes.popitem(last=False)
+        self._end(mm_hash)
+        self.pump()
+
+    def failed(self, mm_hash: str, key: AttemptKey) -> None:
+        """The worker that had the item does not go on with it for this attempt."""
+        self._leave(mm_hash, key)
+        self.pump()
+
+    def cancel(self, key: AttemptKey) -> None:
+        """The attempt is over: nothing of it starts any more."""
+        self._waiting.pop(key, None)
+        for mm_hash in [m for m, running in self._running.items() if key in running.keys]:
+            self._leave(mm_hash, key)
+        self.pump()
+
+    def _leave(self, mm_hash: str, key: AttemptKey) -> None:
+        running = self._running.get(mm_hash)
+        if running is not None:
+            running.keys.discard(key)
+            if not running.keys:
+                self._end(mm_hash)
+
+    def _end(self, mm_hash: str) -> None:
+        running = self._running.pop(mm_hash, None)
+        if running is not None:
+            running.worker.num_inflight_embeds -= running.num_embeds
+            running.worker.num_inflight_items -= 1
+
+    # -- who gets what -------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Give out what a worker should begin or have at hand now.
+
+        List scheduling: in order, each item is meant for the worker that would finish it first, counting what is
+        before it there. It is given out if that worker has room; else it waits, and later items may overtake it only
+        to other workers. A worker that hosts prefill too counts its prompts, so it helps when the others are behind.
+        """
+        workers = self._registry.live(Stage.ENCODE)
+        free_s = {worker.name: self._backlog_s(worker) for worker in workers}
+        full = {worker.name for worker in workers if self._is_full(worker)}
+        for job in list(self._in_order()):
+            if len(full) == len(workers):
+                return
+            if not self._is_waiting(job):
+                continue  # given out with another attempt's
+            worker = self._first_to_finish(job, workers, free_s)
+            free_s[worker.name] += job.num_embeds * worker.seconds_an_embed
+            if worker.name in full:
+                continue
+            self._unqueue(job)
+            for same in [job, *self._same_items(job.mm_hash)]:
+                self._give(same, worker)
+            if self._is_full(worker):
+                full.add(worker.name)
+
+    def _in_order(self) -> Iterator[EncodeJob]:
+        """Of the request with the least left to encode, first; one that others passed by comes nearer."""
+
+        def smallest(waiting: _Waiting) -> tuple[float, int]:
+            passed = self._num_passed - waiting.passed_before
+            return waiting.num_embeds - AGEING * passed, waiting.arrival
+
+        if self._order == "arrival":
+            requests = list(self._waiting.values())
+        else:
+            requests = sorted(self._waiting.values(), key=smallest)
+        for waiting in requests:
+            yield from list(waiting.jobs.values())
+
+    def _first_to_finish(
+        self, job: EncodeJob, workers: Sequence[RegisteredWorker], free_s: dict[str, float]
+    ) -> RegisteredWorker:
+        allowed = [worker for worker in workers if worker.name not in job.avoid] or workers
+        rank = {name: i for i, name in enumerate(rendezvous_order(job.mm_hash, [w.name for w in allowed]))}
+
+        def finish(worker: RegisteredWorker) -> tuple[float, bool, int]:
+            finish_s = free_s[worker.name] + job.num_embeds * worker.seconds_an_embed
+            return finish_s, worker.name != job.consumer, rank[worker.name]
+
+        return min(allowed, key=finish)
+
+    def _same_items(self, mm_hash: str) -> list[EncodeJob]:
+        """Take the item out of the other attempts' queues too: one forward serves all."""
+        jobs = [waiting.jobs[mm_hash] for waiting in self._waiting.values() if mm_hash in waiting.jobs]
+        for job in jobs:
+            self._unqueue(job)
+        return jobs
+
+    def _is_waiting(self, job: EncodeJob) -> bool:
+        waiting = self._waiting.get(job.key)
+        return waiting is not None and job.mm_hash in waiting.jobs
+
+    def _unqueue(self, job: EncodeJob) -> None:
+        waiting = self._waiting[job.key]
+        del waiting.jobs[job.mm_hash]
+        if not waiting.jobs:
+            del self._waiting[job.key]
+
+    def _give(self, job: EncodeJob, worker: RegisteredWorker) -> None:
+        running = self._running.get(job.mm_hash)
+        if running is None or running.worker is not worker:
+            self._end(job.mm_hash)
+            running = self._running[job.mm_hash] = _Running(worker, job.num_embeds, set())
+            worker.num_inflight_embeds += job.num_embeds
+            worker.num_inflight_items += 1
+            self._num_passed += job.num_embeds
+        running.keys.add(job.key)
+        job.start(worker)
+
+    def _is_full(self, worker: RegisteredWorker) -> bool:
+        return (
+            worker.num_inflight_items >= MIN_WINDOW_ITEMS and worker.num_inflight_embeds >= self._window_embeds
+        )
+
+    def _backlog_s(self, worker: RegisteredWorker) -> float:
+        prompts_s = worker.num_inflight_tokens * worker.seconds_a_prompt_token
+        return prompts_s + worker.num_inflight_embeds * worker.seconds_an_embed
+
+    def _home(self, mm_hash: str) -> RegisteredWorker | None:
+        epoch = self._homes.get(mm_hash)
+        if epoch is None:
+            return None
+        workers = self._registry.live(Stage.ENCODE)
+        return next((worker for worker in workers if worker.address.epoch == epoch), None)
+
+    def _is_live(self, worker: RegisteredWorker) -> bool:
+        return self._registry.find(worker.name, worker.address.epoch) is not None
+
+    def check(self) -> None:
+        """Raise AssertionError if anything is left; for when no request is."""
+        assert not self._waiting, f"{len(self._waiting)} attempts wait for encode workers"
+        assert not self._running, f"{len(self._running)} items are with encode workers"
