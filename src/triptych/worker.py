@@ -44,7 +44,7 @@ from triptych.types import Stage as StageName
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
-IDLE_WAIT_S = 0.05
+IDLE_WAIT_S = 0.25
 ENCODE_PATIENCE_S = 2.0  # that prompts may keep the tower of the same worker waiting
 SLOW_TO_LOAD_BYTES = 256 << 20  # less than this is loaded before anybody wonders
 

@@ -23,13 +23,30 @@ void store_key(const T* key, long head_dim, long place, T* tile) {
     for (long d = 0; d < head_dim; d += step) std::memcpy(tile + d * TILE + place * step, key + d, step * sizeof(T));
 }
 
-// The first token of a tile clears what an earlier owner left, which zero weights would not cancel if it is not finite.
+inline void store_value_row(const float* value, long head_dim, long place, float* tile) {
+    for (long d = 0; d < head_dim; d += LANES) _mm512_storeu_ps(tile + place * head_dim + d, _mm512_loadu_ps(value + d));
+}
+
+// Pairs of tokens interleave: the first of a pair comes first, and clears the place of the second.
+inline void store_value_row(const bf16* value, long head_dim, long place, bf16* tile) {
+    bf16* row = tile + place / 2 * head_dim * 2;
+    for (long d = 0; d < head_dim; d += LANES) {
+        __m512i* pairs = (__m512i*)(row + d * 2);
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(value + d)));
+        if (place % 2 == 0) {
+            _mm512_storeu_si512(pairs, wide);
+        } else {
+            _mm512_storeu_si512(pairs, _mm512_or_si512(_mm512_loadu_si512(pairs), _mm512_slli_epi32(wide, 16)));
+        }
+    }
+}
+
+// Tokens are stored in order. The first of a tile clears what an earlier owner left, which weights of zero would not
+// cancel if it is not finite.
 template <class T>
 void store_value(const T* value, long head_dim, long place, T* tile) {
-    constexpr int step = Number<T>::step;
     if (place == 0) std::memset((void*)tile, 0, TILE * head_dim * sizeof(T));
-    T* row = tile + place / step * head_dim * step + place % step;
-    for (long d = 0; d < head_dim; ++d) row[d * step] = value[d];
+    store_value_row(value, head_dim, place, tile);
 }
 
 template <class T>

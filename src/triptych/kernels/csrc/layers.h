@@ -149,12 +149,8 @@ void store_kv(const DecoderLayer& layer, const Step& step, const T* key_value, c
         T key[1024];
         for (long row = 0; row < step.num_rows; ++row) {
             const T* source = key_value + row * width + head * D;
-            if (layer.key_norm) {
-                rms_norm(source, static_cast<const T*>(layer.key_norm), D, layer.norm_eps, key);
-            } else {
-                std::memcpy((void*)key, source, D * sizeof(T));
-            }
-            rotate(key, step.cos + row * D, step.sin + row * D, D);
+            if (layer.key_norm) rms_norm(source, static_cast<const T*>(layer.key_norm), D, layer.norm_eps, key);
+            rotate(layer.key_norm ? key : source, step.cos + row * D, step.sin + row * D, D, key);
             const long block = step.slots[row] / step.block_size, offset = step.slots[row] % step.block_size;
             const long tile = offset / TILE * TILE * D;
             store_key(key, D, offset % TILE, kv.keys(block, head) + tile);
@@ -173,12 +169,8 @@ void prepare_queries(const DecoderLayer& layer, const Step& step, long n, const 
             for (long head = 0; head < layer.num_heads; ++head) {
                 const T* source = projected + (i * layer.num_heads + head) * D;
                 T* target = queries + ((head / group * n + i) * group + head % group) * D;
-                if (layer.query_norm) {
-                    rms_norm(source, static_cast<const T*>(layer.query_norm), D, layer.norm_eps, target);
-                } else {
-                    std::memcpy((void*)target, source, D * sizeof(T));
-                }
-                rotate(target, step.cos + row * D, step.sin + row * D, D);
+                if (layer.query_norm) rms_norm(source, static_cast<const T*>(layer.query_norm), D, layer.norm_eps, target);
+                rotate(layer.query_norm ? target : source, step.cos + row * D, step.sin + row * D, D, target);
             }
         }
     });
@@ -297,10 +289,8 @@ void attend_window(const VisionBlock& block, const float* cos, const float* sin,
     for (long i = 0; i < n; ++i) {
         const T* row = qkv + (first + i) * 3 * width + head * D;
         const float *row_cos = cos + (first + i) * D, *row_sin = sin + (first + i) * D;
-        std::memcpy((void*)(queries + i * D), row, D * sizeof(T));
-        rotate(queries + i * D, row_cos, row_sin, D);
-        std::memcpy((void*)key, row + width, D * sizeof(T));
-        rotate(key, row_cos, row_sin, D);
+        rotate(row, row_cos, row_sin, D, queries + i * D);
+        rotate(row + width, row_cos, row_sin, D, key);
         store_key(key, D, i % TILE, const_cast<T*>(keys[i / TILE]));
         store_value(row + 2 * width, D, i % TILE, const_cast<T*>(values[i / TILE]));
     }

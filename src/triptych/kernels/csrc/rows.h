@@ -45,9 +45,9 @@ void layer_norm(const T* x, const T* weight, const T* bias, long size, float eps
     }
 }
 
-// One head, in place: its halves rotated against each other by the row's angles; cos and sin [head_dim].
+// One head, its halves rotated against each other by the row's angles; cos and sin [head_dim]. `out` may be `head`.
 template <class T>
-void rotate(T* head, const float* cos, const float* sin, long head_dim) {
+void rotate(const T* head, const float* cos, const float* sin, long head_dim, T* out) {
     const long half = head_dim / 2;
     for (long i = 0; i < half; i += LANES) {
         const __mmask16 mask = first_lanes(half - i);
@@ -56,8 +56,8 @@ void rotate(T* head, const float* cos, const float* sin, long head_dim) {
                                            _mm512_mul_ps(b, _mm512_maskz_loadu_ps(mask, sin + i)));
         const __m512 high = _mm512_fmadd_ps(b, _mm512_maskz_loadu_ps(mask, cos + half + i),
                                             _mm512_mul_ps(a, _mm512_maskz_loadu_ps(mask, sin + half + i)));
-        Number<T>::store(mask, head + i, low);
-        Number<T>::store(mask, head + half + i, high);
+        Number<T>::store(mask, out + i, low);
+        Number<T>::store(mask, out + half + i, high);
     }
 }
 
