@@ -9,6 +9,7 @@
 #include <cmath>
 #include <limits>
 
+#include "gemm.h"
 #include "simd.h"
 
 namespace triptych {
@@ -55,32 +56,11 @@ struct Tiles {
     const T* const* values;
 };
 
-// Calls do_rows<n> with the rows of `total` in blocks of 6 and a shorter last one.
-template <class Body>
-inline void for_row_blocks(long total, const Body& body) {
-    long row = 0;
-    for (; row + 6 <= total; row += 6) body(row, std::integral_constant<int, 6>());
-    switch (total - row) {
-        case 1: body(row, std::integral_constant<int, 1>()); break;
-        case 2: body(row, std::integral_constant<int, 2>()); break;
-        case 3: body(row, std::integral_constant<int, 3>()); break;
-        case 4: body(row, std::integral_constant<int, 4>()); break;
-        case 5: body(row, std::integral_constant<int, 5>()); break;
-        default: break;
-    }
-}
-
-// The same for `total` vectors in blocks of 4.
-template <class Body>
-inline void for_vector_blocks(long total, const Body& body) {
-    long first = 0;
-    for (; first + 4 <= total; first += 4) body(first, std::integral_constant<int, 4>());
-    switch (total - first) {
-        case 1: body(first, std::integral_constant<int, 1>()); break;
-        case 2: body(first, std::integral_constant<int, 2>()); break;
-        case 3: body(first, std::integral_constant<int, 3>()); break;
-        default: break;
-    }
+// body(first, std::integral_constant<int, n>()) for blocks of SIZE of `total` and a shorter last one.
+template <int SIZE, class Body>
+inline void for_blocks(long total, const Body& body) {
+    for (long first = 0; first < total; first += SIZE)
+        with_count<SIZE>(total - first < SIZE ? total - first : SIZE, [&](auto count) { body(first, count); });
 }
 
 template <class T>
@@ -120,11 +100,11 @@ class Attention {
 
   private:
     void score(const T* query, long num_rows, const T* const* keys, long num_tiles) {
-        for_vector_blocks(num_tiles, [&](long first, auto vectors) {
+        for_blocks<VECTORS>(num_tiles, [&](long first, auto vectors) {
             constexpr int NR = decltype(vectors)::value;
             const T* columns[NR];
             for (int j = 0; j < NR; ++j) columns[j] = keys[first + j];
-            for_row_blocks(num_rows, [&](long row, auto rows) {
+            for_blocks<ROWS>(num_rows, [&](long row, auto rows) {
                 constexpr int MR = decltype(rows)::value;
                 __m512 sums[MR][NR];
                 for (int i = 0; i < MR; ++i)
@@ -165,9 +145,9 @@ class Attention {
 
     void add_values(long num_rows, const T* const* values, long num_tiles) {
         constexpr int step = Number<T>::step;
-        for_vector_blocks(head_dim_ / LANES, [&](long first, auto vectors) {
+        for_blocks<VECTORS>(head_dim_ / LANES, [&](long first, auto vectors) {
             constexpr int NR = decltype(vectors)::value;
-            for_row_blocks(num_rows, [&](long row, auto rows) {
+            for_blocks<ROWS>(num_rows, [&](long row, auto rows) {
                 constexpr int MR = decltype(rows)::value;
                 float* output = output_ + row * head_dim_ + first * LANES;
                 __m512 sums[MR][NR];

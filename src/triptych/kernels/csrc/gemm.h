@@ -14,9 +14,11 @@ namespace triptych {
 constexpr long PANEL = 64;     // outputs of a panel
 constexpr int VECTORS = 4;     // of a panel
 constexpr int ROWS = 6;        // of a tile: 6 x 4 sums in 24 of the 32 registers
-// k steps of a panel that all rows are multiplied by before the next ones: with few rows a slice that stays in the first
-// cache (32 KiB) while the next one is fetched, with many rows one for the second cache (192 KiB), to save partial sums.
-constexpr long FEW_ROWS = 48, SHORT_SLICE = 128, LONG_SLICE = 768;
+// k steps of a panel that all rows are multiplied by before the next ones. With few rows a slice and the next one, which
+// is fetched meanwhile, lie in the first cache (2 x 16 KiB); with many rows a slice lies in the second cache (192 KiB),
+// which saves partial sums.
+constexpr long FEW_ROWS = 48, SHORT_SLICE = 64, LONG_SLICE = 768;
+constexpr long STREAM_DISTANCE = 32;  // k steps ahead of a single tile, which reads a panel once
 
 template <class T>
 struct Weight {
@@ -51,7 +53,7 @@ void pack_weight(const T* weight, long num_outputs, long num_inputs, Order order
     }
 }
 
-template <class T, int MR, int AHEAD, class Finish>
+template <class T, int MR, class Ahead, class Finish>
 inline void tile(const T* x, long ldx, long first_row, const T* panel, long k, long steps, long p, float* partial,
                  bool is_first, bool is_last, const T* ahead, const Finish& finish) {
     __m512 sums[MR][VECTORS];
@@ -61,7 +63,7 @@ inline void tile(const T* x, long ldx, long first_row, const T* panel, long k, l
     const T* columns[VECTORS];
     constexpr long ldb = PANEL * Number<T>::step;
     for (int j = 0; j < VECTORS; ++j) columns[j] = panel + k * ldb + j * LANES * Number<T>::step;
-    multiply<T, MR, VECTORS, AHEAD>(sums, x + first_row * ldx + k * Number<T>::step, ldx, columns, ldb, steps, ahead);
+    multiply<T, MR, VECTORS, Ahead>(sums, x + first_row * ldx + k * Number<T>::step, ldx, columns, ldb, steps, ahead);
     for (int i = 0; i < MR; ++i) {
         if (is_last) {
             finish(first_row + i, p, sums[i]);
@@ -72,26 +74,39 @@ inline void tile(const T* x, long ldx, long first_row, const T* panel, long k, l
     }
 }
 
-// finish(row, panel, sums[4]) is called once for each row and panel in [first_panel, end_panel).
+// finish(row, panel, sums[VECTORS]) is called once for each row and panel in [first_panel, end_panel).
 template <class T, class Finish>
 void multiply_panels(const T* x, long ldx, long num_rows, const Weight<T>& weight, long first_panel, long end_panel,
                      float* partial, const Finish& finish) {
-    const long num_steps = weight.num_steps();
-    const long slice = num_rows <= FEW_ROWS ? SHORT_SLICE : LONG_SLICE;
+    constexpr long ldb = PANEL * Number<T>::step;
+    const long num_steps = weight.num_steps(), num_tiles = (num_rows + ROWS - 1) / ROWS;
+    const bool is_few = num_rows <= FEW_ROWS;
+    const long slice = is_few ? SHORT_SLICE : LONG_SLICE;
     for (long p = first_panel; p < end_panel; ++p) {
         const T* panel = weight.panel(p);
         for (long k = 0; k < num_steps; k += slice) {
             const long steps = num_steps - k < slice ? num_steps - k : slice;
-            const bool is_first = k == 0, is_last = k + steps == num_steps;
-            const T* next = panel + (k + steps) * PANEL * Number<T>::step;
-            const long num_tiles = (num_rows + ROWS - 1) / ROWS;
+            const T* next = panel + (k + (num_tiles == 1 ? STREAM_DISTANCE : steps)) * ldb;
             for (long t = 0; t < num_tiles; ++t) {
-                const long row = t * ROWS, rows = num_rows - row < ROWS ? num_rows - row : ROWS;
+                const long row = num_rows * t / num_tiles, rows = num_rows * (t + 1) / num_tiles - row;
+                // The tiles share the fetching of the next slice: each takes some of the four lines of a step.
                 const long line = t * VECTORS / num_tiles, lines = (t + 1) * VECTORS / num_tiles - line;
-                const T* ahead = next + line * (64 / sizeof(T));
-#define T_(n, l) tile<T, n, l>(x, ldx, row, panel, k, steps, p, partial, is_first, is_last, ahead, finish)
-#define C_(n) case n: num_tiles == 1 || lines == 0 ? T_(n, 0) : lines == 1 ? T_(n, 1) : T_(n, 2); break;
-                switch (rows) { C_(1) C_(2) C_(3) C_(4) C_(5) C_(6) }
+                const auto run = [&](auto count, auto ahead) {
+                    tile<T, decltype(count)::value, decltype(ahead)>(
+                        x, ldx, row, panel, k, steps, p, partial, k == 0, k + steps == num_steps,
+                        next + line * (64 / sizeof(T)), finish);
+                };
+                with_count<ROWS>(rows, [&](auto count) {
+                    if (lines == 0) {
+                        run(count, Prefetch<0>());
+                    } else if (!is_few) {
+                        run(count, Prefetch<1, _MM_HINT_T1>());
+                    } else if (lines == 1) {
+                        run(count, Prefetch<1>());
+                    } else {
+                        lines == 2 ? run(count, Prefetch<2>()) : run(count, Prefetch<4>());
+                    }
+                });
             }
         }
     }

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace triptych {
 
@@ -86,18 +87,34 @@ inline __m512 exp2(__m512 x) {
 
 constexpr float LOG2_E = 1.44269504f;
 
+// body(std::integral_constant<int, count>()) for a count in 1..MOST.
+template <int MOST, class Body>
+inline void with_count(long count, const Body& body) {
+    if (count == MOST) {
+        body(std::integral_constant<int, MOST>());
+    } else if constexpr (MOST > 1) {
+        with_count<MOST - 1>(count, body);
+    }
+}
+
+template <int LINES, _mm_hint HINT = _MM_HINT_T0>
+struct Prefetch {
+    static constexpr int lines = LINES;
+    static constexpr _mm_hint hint = HINT;
+};
+
 // sums += rows of `a` times columns of `b`, over `steps` k steps. Row i of `a` begins at a + i * lda; vector j of `b`
 // for step k is the 64 bytes at b[j] + k * ldb. Each sum is made in the order of k whatever MR and NR are, so that a
-// row's result does not depend on the rows beside it. At each step AHEAD lines at ahead + k * ldb are prefetched.
-template <class T, int MR, int NR, int AHEAD = 0>
+// row's result does not depend on the rows beside it. At each step `Ahead::lines` lines at ahead + k * ldb are prefetched.
+template <class T, int MR, int NR, class Ahead = Prefetch<0>>
 inline __attribute__((always_inline)) void multiply(__m512 (&sums)[MR][NR], const T* a, long lda,
                                                     const T* const (&b)[NR], long ldb, long steps,
                                                     const T* ahead = nullptr) {
     for (long k = 0; k < steps; ++k) {
         __m512 column[NR];
 #pragma GCC unroll 4
-        for (int line = 0; line < AHEAD; ++line)
-            _mm_prefetch((const char*)(ahead + k * ldb) + line * 64, _MM_HINT_T1);
+        for (int line = 0; line < Ahead::lines; ++line)
+            _mm_prefetch((const char*)(ahead + k * ldb) + line * 64, Ahead::hint);
 #pragma GCC unroll 8
         for (int j = 0; j < NR; ++j) column[j] = load_raw(b[j] + k * ldb);
 #pragma GCC unroll 16
