@@ -17,6 +17,7 @@ namespace triptych {
 constexpr long TILE = 16;      // tokens of a tile
 constexpr long SPAN = 256;     // keys between two corrections of the running maximum
 constexpr long QUERIES = 24;   // query rows that share a pass over the keys
+constexpr int FEW_QUERIES = 3;  // with so few, memory takes longer than the products
 
 template <class T>
 void store_key(const T* key, long head_dim, long place, T* tile) {
@@ -86,9 +87,18 @@ class Attention {
         for (long first = 0; first < most; first += SPAN) {
             const long count = most - first < SPAN ? most - first : SPAN;
             const long num_tiles = (count + TILE - 1) / TILE;
-            score(query, num_rows, tiles.keys + first / TILE, num_tiles);
+            const T *const *keys = tiles.keys + first / TILE, *const *values = tiles.values + first / TILE;
+            if (num_rows <= FEW_QUERIES) {
+                score_few(query, num_rows, keys, values, num_tiles);
+            } else {
+                score(query, num_rows, keys, num_tiles);
+            }
             for (long i = 0; i < num_rows; ++i) weigh(i, visible(i) - first, num_tiles);
-            add_values(num_rows, tiles.values + first / TILE, num_tiles);
+            if (num_rows <= FEW_QUERIES) {
+                add_values<FEW_QUERIES, 8>(num_rows, values, num_tiles);
+            } else {
+                add_values<ROWS, VECTORS>(num_rows, values, num_tiles);
+            }
         }
         for (long i = 0; i < num_rows; ++i) {
             const __m512 inverse = _mm512_set1_ps(1.0f / sum_[i]);
@@ -101,21 +111,34 @@ class Attention {
   private:
     void score(const T* query, long num_rows, const T* const* keys, long num_tiles) {
         for_blocks<VECTORS>(num_tiles, [&](long first, auto vectors) {
-            constexpr int NR = decltype(vectors)::value;
-            const T* columns[NR];
-            for (int j = 0; j < NR; ++j) columns[j] = keys[first + j];
             for_blocks<ROWS>(num_rows, [&](long row, auto rows) {
-                constexpr int MR = decltype(rows)::value;
-                __m512 sums[MR][NR];
-                for (int i = 0; i < MR; ++i)
-                    for (int j = 0; j < NR; ++j) sums[i][j] = _mm512_setzero_ps();
-                multiply<T, MR, NR>(sums, query + row * head_dim_, head_dim_, columns, TILE * Number<T>::step,
-                                    head_dim_ / Number<T>::step);
-                for (int i = 0; i < MR; ++i)
-                    for (int j = 0; j < NR; ++j)
-                        _mm512_storeu_ps(scores_ + (row + i) * SPAN + (first + j) * TILE, sums[i][j]);
+                score_block<rows.value, vectors.value, Prefetch<0>>(query, row, first, keys + first, nullptr);
             });
         });
+    }
+
+    // The rows of a decode step: memory is what takes time, so tile by tile, the second next one on its way.
+    void score_few(const T* query, long num_rows, const T* const* keys, const T* const* values, long num_tiles) {
+        for (long t = 0; t < num_tiles; ++t) {
+            const T* ahead = t + 2 < num_tiles ? keys[t + 2] : values[t + 2 - num_tiles < num_tiles ? t + 2 - num_tiles : 0];
+            for_blocks<FEW_QUERIES>(num_rows, [&](long row, auto rows) {
+                score_block<rows.value, 1, Prefetch<1>>(query, row, t, keys + t, ahead);
+            });
+        }
+    }
+
+    template <int MR, int NR, class Ahead>
+    void score_block(const T* query, long row, long first, const T* const* keys, const T* ahead) {
+        const T* columns[NR];
+        for (int j = 0; j < NR; ++j) columns[j] = keys[j];
+        __m512 sums[MR][NR];
+        for (int i = 0; i < MR; ++i)
+            for (int j = 0; j < NR; ++j) sums[i][j] = _mm512_setzero_ps();
+        multiply<T, MR, NR, Ahead>(sums, query + row * head_dim_, head_dim_, columns, TILE * Number<T>::step,
+                                   head_dim_ / Number<T>::step, ahead);
+        for (int i = 0; i < MR; ++i)
+            for (int j = 0; j < NR; ++j)
+                _mm512_storeu_ps(scores_ + (row + i) * SPAN + (first + j) * TILE, sums[i][j]);
     }
 
     // Scores of row i, in powers of two, to weights 2^(score - maximum), zero from `visible` on; corrects what was summed before.
@@ -143,28 +166,34 @@ class Attention {
         sum_[i] = sum_[i] * correction_[i] + _mm512_reduce_add_ps(sum);
     }
 
+    // With few rows MOST_VECTORS are all that a head has, and each tile is read from start to end.
+    template <int MOST_ROWS, int MOST_VECTORS>
     void add_values(long num_rows, const T* const* values, long num_tiles) {
-        constexpr int step = Number<T>::step;
-        for_blocks<VECTORS>(head_dim_ / LANES, [&](long first, auto vectors) {
-            constexpr int NR = decltype(vectors)::value;
-            for_blocks<ROWS>(num_rows, [&](long row, auto rows) {
-                constexpr int MR = decltype(rows)::value;
-                float* output = output_ + row * head_dim_ + first * LANES;
-                __m512 sums[MR][NR];
-                for (int i = 0; i < MR; ++i)
-                    for (int j = 0; j < NR; ++j)
-                        sums[i][j] = _mm512_mul_ps(_mm512_loadu_ps(output + i * head_dim_ + j * LANES),
-                                                   _mm512_set1_ps(correction_[row + i]));
-                for (long t = 0; t < num_tiles; ++t) {
-                    const T* columns[NR];
-                    for (int j = 0; j < NR; ++j) columns[j] = values[t] + (first + j) * LANES * step;
-                    multiply<T, MR, NR>(sums, weights_ + row * SPAN + t * TILE, SPAN, columns, head_dim_ * step,
-                                        TILE / step);
-                }
-                for (int i = 0; i < MR; ++i)
-                    for (int j = 0; j < NR; ++j) _mm512_storeu_ps(output + i * head_dim_ + j * LANES, sums[i][j]);
+        for_blocks<MOST_VECTORS>(head_dim_ / LANES, [&](long first, auto vectors) {
+            for_blocks<MOST_ROWS>(num_rows, [&](long row, auto rows) {
+                add_values_block<rows.value, vectors.value>(row, first, values, num_tiles);
             });
         });
+    }
+
+    template <int MR, int NR>
+    void add_values_block(long row, long first, const T* const* values, long num_tiles) {
+        constexpr int step = Number<T>::step;
+        using Ahead = Prefetch<NR == 8 ? 8 : 0>;
+        float* output = output_ + row * head_dim_ + first * LANES;
+        __m512 sums[MR][NR];
+        for (int i = 0; i < MR; ++i)
+            for (int j = 0; j < NR; ++j)
+                sums[i][j] = _mm512_mul_ps(_mm512_loadu_ps(output + i * head_dim_ + j * LANES),
+                                           _mm512_set1_ps(correction_[row + i]));
+        for (long t = 0; t < num_tiles; ++t) {
+            const T* columns[NR];
+            for (int j = 0; j < NR; ++j) columns[j] = values[t] + (first + j) * LANES * step;
+            multiply<T, MR, NR, Ahead>(sums, weights_ + row * SPAN + t * TILE, SPAN, columns, head_dim_ * step,
+                                       TILE / step, values[t + 1 < num_tiles ? t + 1 : t]);
+        }
+        for (int i = 0; i < MR; ++i)
+            for (int j = 0; j < NR; ++j) _mm512_storeu_ps(output + i * head_dim_ + j * LANES, sums[i][j]);
     }
 
     const long head_dim_;

@@ -112,7 +112,7 @@ inline __attribute__((always_inline)) void multiply(__m512 (&sums)[MR][NR], cons
                                                     const T* ahead = nullptr) {
     for (long k = 0; k < steps; ++k) {
         __m512 column[NR];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int line = 0; line < Ahead::lines; ++line)
             _mm_prefetch((const char*)(ahead + k * ldb) + line * 64, Ahead::hint);
 #pragma GCC unroll 8
