@@ -17,10 +17,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 KERNELS = Path("src/triptych/kernels")
 LIBRARY = KERNELS / "_kernels.so"
 # AVX-512 with bf16 products: checked again when the library is loaded.
-FLAGS = """
-    -std=c++17 -O3 -shared -fPIC -fvisibility=hidden -fopenmp
-    -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma
-""".split()
+FLAGS = (
+    *("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-fopenmp"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+)
 
 
 class KernelBuildHook(BuildHookInterface[Any]):  # type: ignore[misc]

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from triptych.kernels import library
 from triptych.kernels.library import Activation
-from triptych.models.native import NativeVisionBlock, PackedLinear, kernels_for
+from triptych.models.native_vision import NativeVisionBlock
+from triptych.models.packed_linear import PackedLinear, kernels_for
 from triptych.models.swaps import swap_rms_norms
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]

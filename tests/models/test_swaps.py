@@ -9,7 +9,7 @@ from torch import nn
 from triptych.config import ModelConfig
 from triptych.models.family import Part
 from triptych.models.registry import open_model
-from triptych.models.swaps import LinearPatchEmbed, PackedLinear, swap_linears, swap_patch_embed, swap_rms_norms
+from triptych.models.swaps import LinearPatchEmbed, OneDNNLinear, swap_linears, swap_patch_embed, swap_rms_norms
 from triptych.models.weights import load_part
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_packed_linear(dtype: torch.dtype, tolerance: float, bias: bool) -> None
     linear = nn.Linear(64, 48, bias=bias).to(dtype)
     module = nn.Sequential(linear)
     assert swap_linears(module) == 1
-    assert isinstance(module[0], PackedLinear)
+    assert isinstance(module[0], OneDNNLinear)
     for shape in ((1, 64), (3, 64), (1, 40, 64)):
         rows = torch.randn(shape, dtype=dtype)
         with torch.inference_mode():

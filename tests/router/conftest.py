@@ -120,7 +120,9 @@ async def settle(cluster: Cluster) -> None:
     cluster.check()
     assert cluster.router.num_running == 0
     for worker in cluster.router.registry.workers():
-        assert (worker.num_inflight_requests, worker.num_inflight_embeds) == (0, 0), worker.name
+        assert (worker.num_inflight_requests, worker.num_inflight_tokens) == (0, 0), worker.name
+        assert (worker.num_inflight_items, worker.num_inflight_embeds) == (0, 0), worker.name
+    cluster.router.encodes.check()
 
 
 @pytest.fixture(scope="session")

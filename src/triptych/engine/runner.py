@@ -17,7 +17,7 @@ from triptych.engine.kv_blocks import SCRATCH_BLOCK
 from triptych.errors import ConfigError, EngineError
 from triptych.models.family import Part
 from triptych.models.language import LanguageModel
-from triptych.models.native import NativeLanguage, QueryRows, StepRows, why_not_native
+from triptych.models.native_language import NativeLanguage, QueryRows, StepRows, why_not_native
 from triptych.models.registry import ModelSpec
 from triptych.models.swaps import swap_linears, swap_rms_norms
 from triptych.models.weights import Progress, load_part, resolve_device, torch_dtype

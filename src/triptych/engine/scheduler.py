@@ -16,7 +16,6 @@ from triptych.engine.kv_blocks import KVBlockPool
 from triptych.engine.request_state import RequestKey, RequestState, Status
 from triptych.types import FinishReason
 
-
 AGEING = 0.5  # tokens of others that pass by for one of a request's own, before it goes first
 
 

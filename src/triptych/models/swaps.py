@@ -40,7 +40,7 @@ class LinearPatchEmbed(nn.Module):
         return functional.linear(patches.flatten(1), self.weight, self.bias)
 
 
-class PackedLinear(nn.Module):
+class OneDNNLinear(nn.Module):
     """A linear layer whose weight lies in the layout that oneDNN multiplies fastest by few rows, on a CPU."""
 
     def __init__(self, linear: nn.Linear, num_rows: int) -> None:
@@ -90,7 +90,7 @@ def swap_linears(module: nn.Module, num_rows: int = 8) -> int:
     def packed(child: nn.Module) -> nn.Module | None:
         if type(child) is not nn.Linear or child.weight.device.type != "cpu":
             return None
-        return PackedLinear(child, num_rows)
+        return OneDNNLinear(child, num_rows)
 
     return swap(module, packed)
 

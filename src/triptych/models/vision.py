@@ -14,7 +14,7 @@ from torch import nn
 
 from triptych.errors import EngineError
 from triptych.models.family import Part
-from triptych.models.native import swap_vision
+from triptych.models.native_vision import swap_vision
 from triptych.models.registry import ModelSpec
 from triptych.models.swaps import swap_patch_embed, swap_rms_norms
 from triptych.models.weights import Progress, load_part, resolve_device, torch_dtype

@@ -210,9 +210,7 @@ class EncodeQueue:
         job.start(worker)
 
     def _is_full(self, worker: RegisteredWorker) -> bool:
-        return (
-            worker.num_inflight_items >= MIN_WINDOW_ITEMS and worker.num_inflight_embeds >= self._window_embeds
-        )
+        return worker.num_inflight_items >= MIN_WINDOW_ITEMS and worker.num_inflight_embeds >= self._window_embeds
 
     def _backlog_s(self, worker: RegisteredWorker) -> float:
         prompts_s = worker.num_inflight_tokens * worker.seconds_a_prompt_token

@@ -218,8 +218,8 @@ class Router:
         num_cached_tokens: int | None = None
         for number in range(self._config.router.max_attempts):
             attempt = Attempt(
-                number, request, prompt, by_hash, plan, self.registry, self.encodes, self._mailbox, self._metrics, marks,
-                self._clock, deadline_s, self._config.router.max_attempts,
+                number, request, prompt, by_hash, plan, self.registry, self.encodes, self._mailbox, self._metrics,
+                marks, self._clock, deadline_s, self._config.router.max_attempts,
             )  # fmt: skip
             marks.planned(plan, len(by_hash))
             try:

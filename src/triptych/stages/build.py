@@ -123,9 +123,7 @@ class LoadedLanguage(NamedTuple):
     kv_layout: str  # inside a block, see `ModelRunner.kv_layout`
 
 
-def load_language(
-    parts: WorkerParts, stages: Sequence[Stage], progress: Progress
-) -> LoadedLanguage:
+def load_language(parts: WorkerParts, stages: Sequence[Stage], progress: Progress) -> LoadedLanguage:
     memory = kv_memory(parts)
     # Without kernels, packed weights are private copies that pay for the few rows of decode, from about this width on;
     # only in bfloat16 are they bit for bit what plain ones give (docs/decisions/0003).
