@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := src tests demo
+SOURCES := src tests demo benchmarks hatch_build.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow check format clean

@@ -80,6 +80,8 @@ def test_probe(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3_vl", tmp_path)
     runner = VisionRunner.load(open_model(str(folder), ModelConfig(device="cpu")))
     runner.probe()
-    runner._tower.get_submodule("merger.linear_fc2").bias.data.fill_(torch.nan)
+    bias = runner._tower.get_submodule("merger.linear_fc2").bias
+    assert isinstance(bias, torch.Tensor)
+    bias.data.fill_(torch.nan)
     with pytest.raises(EngineError, match="finite"):
         runner.probe()
