@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.equivalence.reference import Case, generate, make_cases
 from triptych.config import Config, EngineConfig, MediaConfig, ModelConfig
+from triptych.kernels import library
 from triptych.models.registry import ModelSpec, open_model
 from triptych.prompt.layout import PromptBuilder
 from triptych.testing import Cluster
@@ -101,19 +103,41 @@ async def test_one_by_one_with_prefix_hits_equals_the_reference(reference: Refer
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-async def test_forced_preemption_equals_the_reference(reference: Reference, placement: str) -> None:
+@pytest.mark.parametrize(("num_kv_blocks", "block_size"), [(26, 8), (14, 16)])
+async def test_forced_preemption_equals_the_reference(
+    reference: Reference, placement: str, num_kv_blocks: int, block_size: int
+) -> None:
     """KV for about two requests: running ones lose their blocks and are computed again, on whichever worker that is."""
-    config = _config(reference.media, num_kv_blocks=26, block_size=8, chunk=48)
+    config = _config(reference.media, num_kv_blocks=num_kv_blocks, block_size=block_size, chunk=48)
     async with Cluster(reference.spec, config, placement, seed=2) as cluster:
         outputs = await _answer_all(cluster, reference, together=True)
         assert _total(cluster, "num_preemptions_total") > 0
     assert outputs == reference.outputs
 
 
-@pytest.mark.parametrize("placement", ["2E/1P/2D", "1E/2PD", "1EP/1D", "1E/1P/1PD"])
+@pytest.mark.parametrize("placement", ["2E/1P/2D", "1E/2PD", "1EP/1D", "1E/1P/1PD", "1E/1EPD", "2EPD"])
 async def test_other_placements_equal_the_reference(reference: Reference, placement: str) -> None:
     async with Cluster(reference.spec, _config(reference.media), placement, seed=3) as cluster:
         assert await _answer_all(cluster, reference, together=True) == reference.outputs
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+async def test_layers_in_torch_equal_the_reference(reference: Reference, placement: str) -> None:
+    """What runs where there are no kernels."""
+    spec = replace(reference.spec, kernels="torch")
+    async with Cluster(spec, _config(reference.media), placement, seed=4) as cluster:
+        assert await _answer_all(cluster, reference, together=True) == reference.outputs
+
+
+@pytest.mark.skipif(not library.available(), reason="torch's bfloat16 results depend on what shares a step")
+async def test_bfloat16_answers_are_equal_whatever_the_placement_the_batch_and_the_chunk(reference: Reference) -> None:
+    spec = replace(reference.spec, dtype="bfloat16")
+    answers = []
+    for placement, chunk, together in [("EPD", 4096, False), ("1E/1P/1D", 16, True), ("2E/2PD", 64, True)]:
+        async with Cluster(spec, _config(reference.media, chunk=chunk), placement, seed=5) as cluster:
+            answers.append(await _answer_all(cluster, reference, together=together))
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] != reference.outputs, "bfloat16 rounds nothing: is it float32?"
 
 
 def _total(cluster: Cluster, counter: str) -> float:

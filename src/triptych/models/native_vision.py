@@ -1,6 +1,7 @@
 """Blocks of a vision tower run by `triptych.kernels`: one call a block, weights packed once.
 
-`models/vision.py` swaps them in after loading, on a CPU that has the instructions. What they do not compute stays with torch.
+`models/vision.py` swaps them in after loading, on a CPU that has the instructions. Modules that are made of other parts
+than the kernels compute stay with torch.
 """
 
 from __future__ import annotations
