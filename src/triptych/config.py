@@ -80,10 +80,9 @@ class EngineConfig(Section, frozen=True):
     num_kv_blocks: Annotated[Count, doc("KV blocks; 0: as many as kv_bytes holds")] = 0
     kv_bytes: Annotated[PositiveInt, doc("memory for KV blocks where num_kv_blocks is 0")] = 512 << 20
     max_num_batched_tokens: Annotated[PositiveInt, doc("tokens in one step, decode and prefill together")] = 512
-    max_prefill_beside_decode: Annotated[
-        Count,
-        doc("prompt tokens in a step that also decodes: bounds the time between tokens; 0: 64 on a CPU, else no bound"),
-    ] = 0
+    decode_stall_s: Annotated[
+        Seconds, doc("time for which prompt tokens may hold up the next token of requests that decode in the same step")
+    ] = 0.035
     max_num_seqs: Annotated[PositiveInt, doc("requests in one step")] = 32
     prefix_caching: Annotated[bool, doc("reuse KV blocks of equal prefixes")] = True
     embedding_cache_bytes: Annotated[Count, doc("memory for received embeddings on a prefill worker")] = 256 << 20
@@ -109,7 +108,7 @@ class RouterConfig(Section, frozen=True):
         Seconds, doc("how long a request whose worker was lost waits for one that can take it over")
     ] = 15.0
     heartbeat_s: Annotated[Seconds, doc("time between two heartbeats of a worker")] = 0.5
-    heartbeat_ttl_s: Annotated[Seconds, doc("silence after which a worker counts as lost")] = 2.0
+    heartbeat_ttl_s: Annotated[Seconds, doc("silence after which a worker counts as lost")] = 5.0
     probe_s: Annotated[Seconds, doc("time between two probes that do real work in every stage")] = 10.0
     probe_timeout_s: Annotated[Seconds, doc("a worker whose probe takes longer is taken out until one succeeds")] = 60.0
     drain_s: Annotated[Seconds, doc("time that running requests get when a process is told to stop")] = 30.0

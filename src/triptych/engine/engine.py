@@ -158,11 +158,14 @@ class Engine:
     def step(self) -> StepResult:
         """One forward over what can run now; returns what it led to. Raises StepError when the forward fails."""
         step = self.scheduler.schedule()
+        started_s = self._clock.now()
         try:
             token_ids = self._execute(step) if step.chunks else []
         except (RuntimeError, ValueError, IndexError) as error:  # torch's own, out of memory among them
             raise StepError([chunk.request for chunk in step.chunks], step.admitted_for_kv, str(error)) from error
         num_prompt_tokens = sum(chunk.num_tokens for chunk in step.chunks if not chunk.request.is_decoding)
+        if step.chunks:
+            self.scheduler.step_took(num_prompt_tokens, self._clock.now() - started_s)
         return StepResult(
             [chunk.request for chunk in step.chunks],
             self._advance(step, token_ids),

@@ -14,6 +14,7 @@ from triptych.clock import Clock
 from triptych.config import EngineConfig
 from triptych.engine.kv_blocks import KVBlockPool
 from triptych.engine.request_state import RequestKey, RequestState, Status
+from triptych.engine.step_times import StepTimes
 from triptych.types import FinishReason
 
 AGEING = 0.5  # tokens of others that pass by for one of a request's own, before it goes first
@@ -54,6 +55,7 @@ class Scheduler:
         self._demand = demand
         self._waiting: OrderedDict[RequestKey, RequestState] = OrderedDict()
         self._running: OrderedDict[RequestKey, RequestState] = OrderedDict()  # all that hold blocks
+        self._step_times = StepTimes()
         self._num_arrivals = 0
         self._num_prompt_tokens = 0  # computed so far, of all requests
         self.num_preemptions = 0
@@ -102,7 +104,7 @@ class Scheduler:
             if budget and request.key in self._running:
                 budget -= self._plan_chunk(request, budget, chunks)
         if chunks:
-            budget = min(budget, self._config.max_prefill_beside_decode or budget)
+            budget = min(budget, self._step_times.prompt_tokens_within(self._config.decode_stall_s))
         for request in sorted(prefilling, key=self._urgency):
             if budget and request.key in self._running and request.status is not Status.WAITING_FOR_KV:
                 budget -= self._plan_chunk(request, budget, chunks)
@@ -226,6 +228,10 @@ class Scheduler:
         self.num_preemptions += 1
 
     # -- after the step ------------------------------------------------------------------------------------------------
+
+    def step_took(self, num_prompt_tokens: int, duration_s: float) -> None:
+        """What the next steps may take is learnt from the last ones."""
+        self._step_times.add(num_prompt_tokens, duration_s)
 
     def advance(self, request: RequestState, num_tokens: int) -> None:
         """`num_tokens` more tokens of the request have their KV; full blocks become findable."""

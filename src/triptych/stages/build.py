@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import msgspec
-
 from triptych.clock import Clock
 from triptych.config import Config
 from triptych.engine.engine import Engine, Runner
@@ -36,7 +34,6 @@ from triptych.transport.base import Transport
 from triptych.types import Stage, WeightsReport, WorkerAddress
 
 CPU_FORWARD_EMBEDS, FORWARD_EMBEDS = 128, 1024  # a CPU gains nothing from larger batches, and ends items later
-CPU_PREFILL_BESIDE_DECODE = 64  # as efficient as more, on a CPU
 LEAST_EMBED_POOL_BYTES = 32 << 20  # room for what is published and not yet fetched, whatever the cache keeps
 PACKED_WIDTH = 512  # hidden size
 STAGING_BYTES = 64 << 20  # for KV blocks of a device that other workers cannot map
@@ -142,13 +139,8 @@ def build_language(
     def demand(request: RequestState, mm_hashes: list[str]) -> None:
         parts.mail.to_router(EmbeddingsNeeded(*request.key, mm_hashes=mm_hashes))
 
-    engine_config = config.engine
-    if not engine_config.max_prefill_beside_decode:
-        on_cpu = resolve_device(parts.spec.device).type == "cpu"
-        limit = CPU_PREFILL_BESIDE_DECODE if on_cpu else engine_config.max_num_batched_tokens
-        engine_config = msgspec.structs.replace(engine_config, max_prefill_beside_decode=limit)
     engine = Engine(
-        engine_config,
+        config.engine,
         runner,
         partial(sample, eos_token_ids=text.eos_token_ids),
         pool,
