@@ -131,6 +131,7 @@ class Load(msgspec.Struct, frozen=True):
     num_waiting_embeds: int = 0  # demanded and not yet encoded
     cached_embeds: int = 0
     num_leases: int = 0
+    prompt_token_s: float = 0.0  # of the engine's time, for one prompt token; 0: not known yet
 
 
 class WeightsReport(msgspec.Struct, frozen=True):

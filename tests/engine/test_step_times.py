@@ -10,29 +10,30 @@ def test_before_anything_was_measured_there_is_a_guess() -> None:
 def test_decode_rows_are_taken_off_the_time_of_a_mixed_step() -> None:
     times = StepTimes()
     for _ in range(40):
-        times.add(0, 0.02)
-        times.add(100, 0.12)  # 1 ms a prompt token, beside 20 ms for decode rows
+        times.add(0, 8, 0.02)
+        times.add(100, 8, 0.12)  # 1 ms a prompt token, beside 20 ms for decode rows
     assert times.prompt_tokens_within(0.05) == 48
+    assert 0.0009 < times.prompt_token_s < 0.0011
 
 
 def test_the_rate_follows_the_newest_steps() -> None:
     times = StepTimes()
-    times.add(100, 0.1)
+    times.add(100, 0, 0.1)
     for _ in range(40):
-        times.add(100, 0.01)
+        times.add(100, 0, 0.01)
     assert times.prompt_tokens_within(0.01) == 96
 
 
 def test_there_is_always_some_progress_and_a_clock_that_stands_still_sets_no_limit() -> None:
     slow, still = StepTimes(), StepTimes()
-    slow.add(100, 10.0)
-    still.add(100, 0.0)
+    slow.add(100, 0, 10.0)
+    still.add(100, 0, 0.0)
     assert slow.prompt_tokens_within(0.01) == FEWEST_TOKENS
     assert still.prompt_tokens_within(0.01) > 10**6
 
 
 def test_a_stall_that_decode_steps_explain_away_leaves_a_rate() -> None:
     times = StepTimes()
-    times.add(0, 1.0)
-    times.add(100, 0.1)
+    times.add(0, 8, 1.0)
+    times.add(100, 8, 0.1)
     assert 16 <= times.prompt_tokens_within(0.05) <= 104

@@ -165,7 +165,7 @@ class Engine:
             raise StepError([chunk.request for chunk in step.chunks], step.admitted_for_kv, str(error)) from error
         num_prompt_tokens = sum(chunk.num_tokens for chunk in step.chunks if not chunk.request.is_decoding)
         if step.chunks:
-            self.scheduler.step_took(num_prompt_tokens, self._clock.now() - started_s)
+            self.scheduler.step_took(step, self._clock.now() - started_s)
         return StepResult(
             [chunk.request for chunk in step.chunks],
             self._advance(step, token_ids),

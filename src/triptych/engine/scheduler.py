@@ -55,7 +55,7 @@ class Scheduler:
         self._demand = demand
         self._waiting: OrderedDict[RequestKey, RequestState] = OrderedDict()
         self._running: OrderedDict[RequestKey, RequestState] = OrderedDict()  # all that hold blocks
-        self._step_times = StepTimes()
+        self.step_times = StepTimes()
         self._num_arrivals = 0
         self._num_prompt_tokens = 0  # computed so far, of all requests
         self.num_preemptions = 0
@@ -104,7 +104,7 @@ class Scheduler:
             if budget and request.key in self._running:
                 budget -= self._plan_chunk(request, budget, chunks)
         if chunks:
-            budget = min(budget, self._step_times.prompt_tokens_within(self._config.decode_stall_s))
+            budget = min(budget, self.step_times.prompt_tokens_within(self._config.decode_stall_s))
         for request in sorted(prefilling, key=self._urgency):
             if budget and request.key in self._running and request.status is not Status.WAITING_FOR_KV:
                 budget -= self._plan_chunk(request, budget, chunks)
@@ -229,9 +229,10 @@ class Scheduler:
 
     # -- after the step ------------------------------------------------------------------------------------------------
 
-    def step_took(self, num_prompt_tokens: int, duration_s: float) -> None:
-        """What the next steps may take is learnt from the last ones."""
-        self._step_times.add(num_prompt_tokens, duration_s)
+    def step_took(self, step: ScheduledStep, duration_s: float) -> None:
+        """How much the next steps may take on is learnt from the last ones. Call it before `advance`."""
+        prompt_tokens = [chunk.num_tokens for chunk in step.chunks if not chunk.request.is_decoding]
+        self.step_times.add(sum(prompt_tokens), len(step.chunks) - len(prompt_tokens), duration_s)
 
     def advance(self, request: RequestState, num_tokens: int) -> None:
         """`num_tokens` more tokens of the request have their KV; full blocks become findable."""

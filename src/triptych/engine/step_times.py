@@ -17,12 +17,17 @@ class StepTimes:
         self._decode_s = 0.0
         self._token_s: float | None = None
 
-    def add(self, num_prompt_tokens: int, duration_s: float) -> None:
-        """`num_prompt_tokens` 0: the step only decoded."""
+    @property
+    def prompt_token_s(self) -> float:
+        """0 before anything was measured."""
+        return self._token_s or 0.0
+
+    def add(self, num_prompt_tokens: int, num_decode_rows: int, duration_s: float) -> None:
         if num_prompt_tokens == 0:
             self._decode_s = _mixed(self._decode_s or duration_s, duration_s)
         elif num_prompt_tokens >= FEWEST_TOKENS:
-            token_s = max(duration_s - self._decode_s, 0.5 * duration_s) / num_prompt_tokens
+            prompt_s = max(duration_s - self._decode_s, 0.5 * duration_s) if num_decode_rows else duration_s
+            token_s = prompt_s / num_prompt_tokens
             self._token_s = _mixed(token_s if self._token_s is None else self._token_s, token_s)
 
     def prompt_tokens_within(self, time_s: float) -> int:

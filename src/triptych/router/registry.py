@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 # Before a worker has done enough to know: what a small model takes on one core. Only their ratio matters.
 SECONDS_AN_EMBED = 2e-3
 SECONDS_A_PROMPT_TOKEN = 1.2e-3
-MIN_WORK_FOR_RATE = 256  # embeds or tokens
 
 
 class RegisteredWorker:
@@ -45,17 +44,14 @@ class RegisteredWorker:
 
     @property
     def seconds_an_embed(self) -> float:
-        """Of the tower's time; from the worker's own counters once it has some."""
-        return self._rate("encode_time_seconds_total", "encode_embeds_total", SECONDS_AN_EMBED)
+        """Of the tower's time; from the worker's own counters once it has encoded something."""
+        num_embeds = self.counters.get("encode_embeds_total", 0.0)
+        return self.counters["encode_time_seconds_total"] / num_embeds if num_embeds else SECONDS_AN_EMBED
 
     @property
     def seconds_a_prompt_token(self) -> float:
-        """Of the engine's time, the decode rows that shared the steps included."""
-        return self._rate("engine_step_time_seconds_total", "prompt_tokens_computed_total", SECONDS_A_PROMPT_TOKEN)
-
-    def _rate(self, time_counter: str, work_counter: str, unknown: float) -> float:
-        work = self.counters.get(work_counter, 0.0)
-        return self.counters.get(time_counter, 0.0) / work if work >= MIN_WORK_FOR_RATE else unknown
+        """Of the engine's time."""
+        return self.load.prompt_token_s or SECONDS_A_PROMPT_TOKEN
 
     @property
     def state(self) -> str:

@@ -197,6 +197,7 @@ class LanguageStage:
             num_waiting_tokens=sum(r.num_tokens_to_compute for r in [*waiting, *running] if not r.kv_from_elsewhere),
             num_free_blocks=pool.num_free,
             num_total_blocks=pool.num_blocks,
+            prompt_token_s=scheduler.step_times.prompt_token_s,
         )
 
     def check(self) -> None:
