@@ -51,7 +51,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     table.add_argument("--markdown", action="store_true", help="tables as Markdown")
     table.add_argument("--plot", type=Path, metavar="FILE.png", help="draw latency against throughput")
     table.set_defaults(run=run_report)
-    parser.epilog = "\n".join(way.format_usage() for way in (one, many, table))
+
+    bound = ways.add_parser("bound", help="how near a result comes to what the processor can do", allow_abbrev=False)
+    bound.add_argument("file", type=Path, metavar="FILE.json")
+    bound.add_argument("--model-path", type=Path, required=True, metavar="DIR", help="the Qwen3-VL checkpoint that ran")
+    bound.add_argument(
+        "--text-tokens", type=int, default=37, metavar="N", help="of a request with images (default: %(default)s)"
+    )
+    bound.set_defaults(run=run_bound)
+    parser.epilog = "\n".join(way.format_usage() for way in (one, many, table, bound))
 
 
 def _add_settings(parser: argparse.ArgumentParser, but: frozenset[str] = frozenset()) -> None:
@@ -191,3 +199,12 @@ def _plot(results: Any, file: Path) -> None:
 
 def _say(line: str) -> None:
     print(line, flush=True)
+
+
+def run_bound(args: argparse.Namespace) -> int:
+    from triptych.bench.bound import ModelShape, bounds
+    from triptych.bench.results import read
+
+    for line in bounds(ModelShape.read(args.model_path), read(args.file), args.text_tokens):
+        print(line)
+    return 0

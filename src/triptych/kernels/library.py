@@ -1,6 +1,6 @@
 """Loads the compiled kernels and describes their structures: the one place that knows both languages.
 
-Imported in workers by `models/native.py`. Structures mirror `csrc/layers.h` field by field.
+Imported in workers by the files of `models/` that run layers natively. The structures are those of `csrc/layers.h`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, c_double, c_int64, c_void_p
 from functools import cache
-from pathlib import Path
 
-PATH = Path(__file__).parent / "_kernels.so"
+from triptych.kernels.build import LIBRARY
 
 TILE = 16  # tokens of a tile of keys or values: a KV block is a whole number of tiles
 MAX_HEAD_DIM = 1024
@@ -95,10 +94,10 @@ class Kernels:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    if not PATH.exists():
+    if not LIBRARY.exists():
         return None
     try:
-        library = ctypes.CDLL(str(PATH))
+        library = ctypes.CDLL(str(LIBRARY))
     except OSError:  # built elsewhere
         return None
     library.triptych_supported.restype = c_int64
