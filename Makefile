@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := src tests demo benchmarks hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow check format clean
+.PHONY: help demo serve test test-slow check bench format clean
 
 help:  ## print the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,9 +40,20 @@ test-slow: $(VENV)/.installed-dev  ## the tests that need minutes
 
 check: test test-slow  ## what CI runs
 
+checkpoints/mid: $(VENV)/.installed
+	$(BIN)/python benchmarks/checkpoints.py mid $@
+
+bench: $(VENV)/.installed-dev checkpoints/mid  ## every comparison of benchmarks/specs, vLLM's included; hours
+	benchmarks/peers/vllm/install.sh .venv-vllm
+	mkdir -p benchmark-results
+	for spec in benchmarks/specs/*.toml; do \
+		PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/triptych bench compare $$spec --model-path checkpoints/mid \
+			--output benchmark-results/$$(basename $$spec .toml).json || exit 1; \
+	done
+
 format: $(VENV)/.installed-dev  ## sort imports and format
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) demo-output benchmark-results checkpoints .pytest_cache .mypy_cache .ruff_cache
