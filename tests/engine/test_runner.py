@@ -13,10 +13,12 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.kernels import why_no_kernels
 from triptych.config import ModelConfig
 from triptych.engine.batch import EmbeddingSlice, SequenceChunk
 from triptych.engine.runner import ModelRunner
 from triptych.errors import EngineError
+from triptych.kernels import library
 from triptych.models.registry import ModelSpec, open_model
 from triptych.models.vision import VisionRunner
 from triptych.testing_checkpoints import FamilyName, make_checkpoint
@@ -114,6 +116,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     torch.set_num_threads(1)
     family, (kernels, block_size) = request.param
+    if kernels == "native" and not library.available():
+        pytest.skip(why_no_kernels())
     folder = make_checkpoint(family, tmp_path_factory.mktemp(family), seed=11)
     full = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     spec = open_model(str(folder), ModelConfig(device="cpu", kernels=kernels))

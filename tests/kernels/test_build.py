@@ -1,12 +1,18 @@
 """Building the kernels, and what is said where that cannot be."""
 
 import ctypes
+import os
+import shutil
 from pathlib import Path
+
+import pytest
 
 from triptych.kernels.build import compile_kernels
 
 
 def test_it_builds_a_library_with_every_name(tmp_path: Path) -> None:
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("there is no C++ compiler here")
     library = tmp_path / "kernels.so"
     assert compile_kernels(library) == ""
     assert [file.name for file in tmp_path.iterdir()] == ["kernels.so"]

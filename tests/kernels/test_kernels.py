@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.kernels import why_no_kernels
 from triptych.kernels import library
 from triptych.kernels.library import Activation
 from triptych.models.native_vision import NativeVisionBlock
@@ -24,18 +23,16 @@ SIZES = [(64, 32), (65, 34), (1, 2), (320, 96), (31, 1700), (130, 6)]
 ROWS = [1, 2, 5, 6, 7, 13, 50, 61]
 
 
-def _has_instructions() -> bool:
-    flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
-    return platform.machine() == "x86_64" and "avx512_bf16" in flags and "avx512bw" in flags
-
-
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    if not _has_instructions():
-        pytest.skip("this processor lacks AVX-512 with bf16 products")
-    assert library.available(), "the kernels were not built: is there a C++ compiler?"
+    if not library.available():
+        pytest.skip(why_no_kernels())
     yield
     library.set_num_threads(1)
+
+
+def test_a_machine_that_can_build_and_run_the_kernels_has_them() -> None:
+    assert library.available(), "not built: python -m triptych.kernels.build"
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
