@@ -107,7 +107,7 @@ class RouterConfig(Section, frozen=True):
     capacity_wait_s: Annotated[
         Seconds, doc("how long a request whose worker was lost waits for one that can take it over")
     ] = 15.0
-    heartbeat_s: Annotated[Seconds, doc("time between two heartbeats of a worker")] = 0.5
+    heartbeat_s: Annotated[Seconds, doc("time between two heartbeats of a worker")] = 1.0
     heartbeat_ttl_s: Annotated[Seconds, doc("silence after which a worker counts as lost")] = 5.0
     probe_s: Annotated[Seconds, doc("time between two probes that do real work in every stage")] = 10.0
     probe_timeout_s: Annotated[Seconds, doc("a worker whose probe takes longer is taken out until one succeeds")] = 60.0

@@ -147,7 +147,8 @@ async def test_a_drained_worker_finishes_leaves_and_is_replaced_while_others_tak
 
 async def test_a_worker_that_was_frozen_and_counted_as_lost_starts_anew(config: Config) -> None:
     """Its leases ended and its requests went elsewhere: the frozen life must not serve again."""
-    config = msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, heartbeat_ttl_s=1.0))
+    quick = msgspec.structs.replace(config.router, heartbeat_s=0.2, heartbeat_ttl_s=1.0)
+    config = msgspec.structs.replace(config, router=quick)
     async with (
         Deployment(config, Placement.parse("1E/1P/2D")) as deployment,
         httpx.AsyncClient(base_url=deployment.url, timeout=120, trust_env=False) as client,

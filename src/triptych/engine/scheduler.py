@@ -17,7 +17,7 @@ from triptych.engine.request_state import RequestKey, RequestState, Status
 from triptych.engine.step_times import StepTimes
 from triptych.types import FinishReason
 
-AGEING = 0.5  # tokens of others that pass by for one of a request's own, before it goes first
+AGEING = 2.0  # of what passes a request by: later ones may delay it by half of its own tokens
 
 
 class ScheduledChunk(NamedTuple):

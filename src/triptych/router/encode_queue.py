@@ -21,7 +21,7 @@ AttemptKey = tuple[str, int]  # request_id, attempt
 
 MIN_WINDOW_ITEMS = 2  # a worker has its next item at hand when one is done
 MAX_HOMES = 200_000  # items whose worker is remembered: more than any encoder cache holds
-AGEING = 0.5  # embeds of others that pass by for one embed of a request's own, before it goes first
+AGEING = 2.0  # of what passes a request by: later ones may delay it by half of its own embeds
 
 
 class EncodeJob(NamedTuple):
