@@ -41,6 +41,7 @@ class Schedule(NamedTuple):
     block_size: int
     max_num_batched_tokens: int
     embedding_cache_bytes: int
+    window_embeds: int
 
 
 class Outcome(NamedTuple):
@@ -79,7 +80,11 @@ def config_of(schedule: Schedule, pictures: Pictures) -> Config:
             max_num_seqs=4,
             embedding_cache_bytes=schedule.embedding_cache_bytes,
         ),
-        encode=EncodeConfig(max_encode_embeds=16, cache_bytes=schedule.embedding_cache_bytes),
+        encode=EncodeConfig(
+            max_encode_embeds=16,
+            cache_bytes=schedule.embedding_cache_bytes,
+            window_embeds=schedule.window_embeds,
+        ),
         media=MediaConfig(allowed_local_media_path=str(pictures.directory)),
         router=RouterConfig(heartbeat_ttl_s=1e6, max_attempts=20, deadline_s=60.0),
     )
@@ -103,6 +108,7 @@ class Chaos:
             await asyncio.gather(*requests, self._kill_some(cluster))
             await cluster.until_idle()
             cluster.check()
+            cluster.router.encodes.check()
             assert_nothing_held(cluster)
         return cluster
 

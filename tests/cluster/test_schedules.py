@@ -14,7 +14,7 @@ from triptych.config import ModelConfig
 from triptych.models.registry import ModelSpec, open_model
 from triptych.testing_checkpoints import make_checkpoint
 
-PLACEMENTS = ["EPD", "1E/1PD", "1E/1P/1D", "2E/1P/2D", "1EP/1D", "2EPD"]
+PLACEMENTS = ["EPD", "1E/1PD", "1E/1P/1D", "2E/1P/2D", "1EP/1D", "2EPD", "1E/1EPD"]
 
 schedules = st.builds(
     Schedule,
@@ -27,6 +27,7 @@ schedules = st.builds(
     block_size=st.sampled_from([4, 8]),
     max_num_batched_tokens=st.sampled_from([5, 16, 512]),
     embedding_cache_bytes=st.sampled_from([0, 40_000, 1 << 24]),
+    window_embeds=st.sampled_from([1, 30, 1000]),
 )
 with_kills = st.builds(lambda schedule, num_kills: schedule._replace(num_kills=num_kills), schedules, st.integers(1, 4))
 
