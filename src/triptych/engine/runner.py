@@ -5,6 +5,7 @@ Runs in prefill and decode workers, called by `engine/engine.py` on the engine's
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -22,6 +23,8 @@ from triptych.models.registry import ModelSpec
 from triptych.models.swaps import swap_linears, swap_rms_norms
 from triptych.models.weights import Progress, load_part, resolve_device, torch_dtype
 from triptych.types import WeightsReport
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -138,6 +141,8 @@ def _use_kernels(spec: ModelSpec, language: LanguageModel, block_size: int) -> b
     reason = "model.kernels is torch" if spec.kernels == "torch" else why_not_native(language, block_size)
     if reason and spec.kernels == "native":
         raise ConfigError(f"model.kernels is native, and {reason}", param="model.kernels")
+    if reason:
+        logger.info("decoder layers run in torch: %s", reason)
     return not reason
 
 

@@ -88,7 +88,7 @@ class NativeLanguage:
         head = language.embedding if language.head is None else language.head
         self._head = PackedLinear(head.weight, None)
         self._kv = kv
-        self._angles_dtype = torch.empty(0, dtype=torch.float32)
+        self._float = torch.empty(0, dtype=torch.float32)  # the angles' dtype, for the rotary module
 
     def forward(
         self, embeds: torch.Tensor, rows: StepRows, deepstack: Sequence[tuple[int, torch.Tensor]]
@@ -98,7 +98,7 @@ class NativeLanguage:
         `deepstack` is a first row and [n, layers * hidden] each: what is added to n rows after the first layers.
         """
         positions = torch.from_numpy(rows.positions)
-        cos, sin = (angles[0].contiguous() for angles in self._rotary(self._angles_dtype, positions[:, None]))
+        cos, sin = (angles[0].contiguous() for angles in self._rotary(self._float, positions[:, None]))
         every = self._step(rows, rows.every, cos, sin)
         hidden_size = embeds.shape[1]
         num_deepstack = deepstack[0][1].shape[1] // hidden_size if deepstack else 0
