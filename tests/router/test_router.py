@@ -23,6 +23,7 @@ from triptych.errors import (
     WorkerLostError,
 )
 from triptych.router.attempt import FromWorker
+from triptych.router.encode_queue import EncodeQueue
 from triptych.testing import Cluster, FakeTower
 from triptych.types import Event, Finished, FinishReason, Request, Stage, TextDelta
 
@@ -213,6 +214,22 @@ async def test_many_cold_requests_for_one_image_encode_it_once(world: World) -> 
         requests = [world.request(f"{k}", [2], text=f"{k} what is it") for k in range(5)]
         await asyncio.gather(*(answer(cluster, request) for request in requests))
         assert total(cluster, "encode_items_total") == 1
+        await settle(cluster)
+
+
+async def test_an_encode_worker_has_room_again_when_the_consumer_holds_the_item(world: World) -> None:
+    """Its own `ItemEncoded` may come later, or here never."""
+    async with world.cluster("1E/1PD") as cluster:
+        cluster.router.encodes = EncodeQueue(cluster.router.registry, "smallest", window_embeds=1)
+        post = cluster.network.post
+
+        def but_item_encoded(epoch: str, body: messages.Body, sender: str, sender_epoch: str) -> None:
+            if not isinstance(body, messages.ItemEncoded):
+                post(epoch, body, sender, sender_epoch)
+
+        cluster.network.post = but_item_encoded  # type: ignore[method-assign]
+        images = [0, 1, 2]
+        assert (await answer(cluster, world.request("r", images))).token_ids == world.expected(cluster, images)
         await settle(cluster)
 
 

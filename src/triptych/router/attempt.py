@@ -240,6 +240,8 @@ class Attempt:
         item = self._open.get(message.mm_hash)
         if item is not None and item.consumer.name == sender:
             del self._open[message.mm_hash]
+            if item.encoder is not None:  # the consumer's word can overtake the encode worker's `ItemEncoded`
+                self._encodes.encoded(message.mm_hash, item.encoder)
 
     def _on_item_failed(self, sender: str, message: messages.ItemFailed) -> None:
         if message.bad_media:
