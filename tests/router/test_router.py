@@ -228,8 +228,8 @@ async def test_an_encode_worker_has_room_again_when_the_consumer_holds_the_item(
                 post(epoch, body, sender, sender_epoch)
 
         cluster.network.post = but_item_encoded  # type: ignore[method-assign]
-        images = [0, 1, 2]
-        assert (await answer(cluster, world.request("r", images))).token_ids == world.expected(cluster, images)
+        got = await answer(cluster, world.request("r", [0, 1, 2]))
+        assert got.token_ids == world.expected(cluster, [0, 1, 2])
         await settle(cluster)
 
 
