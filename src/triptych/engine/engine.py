@@ -163,7 +163,7 @@ class Engine:
             token_ids = self._execute(step) if step.chunks else []
         except (RuntimeError, ValueError, IndexError) as error:  # torch's own, out of memory among them
             raise StepError([chunk.request for chunk in step.chunks], step.admitted_for_kv, str(error)) from error
-        num_prompt_tokens = sum(chunk.num_tokens for chunk in step.chunks if not chunk.request.is_decoding)
+        num_prompt_tokens = step.num_prompt_tokens
         if step.chunks:
             self.scheduler.step_took(step, self._clock.now() - started_s)
         return StepResult(

@@ -32,6 +32,11 @@ class ScheduledStep(NamedTuple):
     chunks: list[ScheduledChunk]  # decode rows first
     admitted_for_kv: list[RequestState]  # got their blocks now and wait for another worker to fill them
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Before the requests advance: afterwards others decode."""
+        return sum(chunk.num_tokens for chunk in self.chunks if not chunk.request.is_decoding)
+
 
 class Scheduler:
     """Holds every live request of one engine, in order of arrival, and hands out KV blocks.
@@ -231,8 +236,8 @@ class Scheduler:
 
     def step_took(self, step: ScheduledStep, duration_s: float) -> None:
         """How much the next steps may take on is learnt from the last ones. Call it before `advance`."""
-        prompt_tokens = [chunk.num_tokens for chunk in step.chunks if not chunk.request.is_decoding]
-        self.step_times.add(sum(prompt_tokens), len(step.chunks) - len(prompt_tokens), duration_s)
+        num_decode_rows = sum(chunk.request.is_decoding for chunk in step.chunks)
+        self.step_times.add(step.num_prompt_tokens, num_decode_rows, duration_s)
 
     def advance(self, request: RequestState, num_tokens: int) -> None:
         """`num_tokens` more tokens of the request have their KV; full blocks become findable."""

@@ -17,7 +17,6 @@ from triptych.errors import (
     DeadlineExceededError,
     EngineError,
     MediaError,
-    NoCapacityError,
     WorkerLostError,
 )
 from triptych.messages import EncodeSource, RequestMessage, TokenOutput
@@ -199,8 +198,7 @@ class Attempt:
 
     def _queue_item(self, mm_hash: str, consumer: RegisteredWorker) -> None:
         """Raises NoCapacityError where nobody is left who could encode it."""
-        if not self._registry.live(Stage.ENCODE):
-            raise NoCapacityError("no live worker hosts the encode stage")
+        self._registry.require(Stage.ENCODE)
         self._encodes.demand(
             EncodeJob(
                 key=self._key,
@@ -256,8 +254,8 @@ class Attempt:
         for mm_hash, item in list(self._open.items()):
             if item.encoder is not None and item.encoder.address.epoch == address.epoch:
                 self._encode_elsewhere(mm_hash, address.name, f"{address.name} was lost")
-            elif item.encoder is None and not self._registry.live(Stage.ENCODE):
-                raise NoCapacityError("no live worker hosts the encode stage")
+            elif item.encoder is None:
+                self._registry.require(Stage.ENCODE)
 
     def _needs(self, address: WorkerAddress) -> bool:
         """The prefill worker is done with the request once a token of the decode worker has followed its own."""

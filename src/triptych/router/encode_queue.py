@@ -68,9 +68,6 @@ class EncodeQueue:
         self._num_arrivals = 0
         self._num_passed = 0  # embeds given out so far
 
-    def __len__(self) -> int:
-        return sum(len(waiting.jobs) for waiting in self._waiting.values()) + len(self._running)
-
     def is_new(self, mm_hash: str) -> bool:
         """Nobody can hold the item: no worker has encoded it, and none does."""
         return mm_hash not in self._homes and mm_hash not in self._running
@@ -140,6 +137,8 @@ class EncodeQueue:
         workers = self._registry.live(Stage.ENCODE)
         free_s = {worker.name: self._backlog_s(worker) for worker in workers}
         full = {worker.name for worker in workers if self._is_full(worker)}
+        if len(full) == len(workers):
+            return  # the usual case under load: not worth an order
         for job in list(self._in_order()):
             if len(full) == len(workers):
                 return

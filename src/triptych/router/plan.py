@@ -9,7 +9,6 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import NamedTuple
 
-from triptych.errors import NoCapacityError
 from triptych.router.policy import by_affinity, least_loaded
 from triptych.router.registry import RegisteredWorker, Registry
 from triptych.types import Prompt, Stage
@@ -33,15 +32,13 @@ def make_plan(prompt: Prompt, cache_salt: str, registry: Registry) -> Plan:
         decode = prefill  # the KV is there already
     else:
         decode = _choose(registry, Stage.DECODE, least_loaded)
-    if prompt.items and not registry.live(Stage.ENCODE):
-        raise NoCapacityError("no live worker hosts the encode stage")
+    if prompt.items:
+        registry.require(Stage.ENCODE)
     return Plan(prefill, decode)
 
 
 def _choose(registry: Registry, stage: Stage, pick: Callable[[dict[str, float]], str]) -> RegisteredWorker:
-    workers = {worker.name: worker for worker in registry.live(stage)}
-    if not workers:
-        raise NoCapacityError(f"no live worker hosts the {stage} stage")
+    workers = {worker.name: worker for worker in registry.require(stage)}
     return workers[pick({name: float(worker.num_inflight_requests) for name, worker in workers.items()})]
 
 

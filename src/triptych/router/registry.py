@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 
 from triptych.clock import Clock
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, NoCapacityError
 from triptych.types import Heartbeat, Load, Stage, WorkerAddress, WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -148,6 +148,13 @@ class Registry:
 
     def workers(self) -> list[RegisteredWorker]:
         return list(self._workers.values())
+
+    def require(self, stage: Stage) -> list[RegisteredWorker]:
+        """As `live`; raises NoCapacityError that names the stage if there is none."""
+        workers = self.live(stage)
+        if not workers:
+            raise NoCapacityError(f"no live worker hosts the {stage} stage")
+        return workers
 
     def live(self, stage: Stage) -> list[RegisteredWorker]:
         """Workers that may get new work of this stage."""

@@ -151,8 +151,7 @@ class Router:
         if self.num_running > limit:  # this one counts already
             raise OverloadedError(f"{limit} requests are in flight, the limit; ask again")
         for stage in (Stage.PREFILL, Stage.DECODE):
-            if not self.registry.live(stage):
-                raise NoCapacityError(f"no live worker hosts the {stage} stage")
+            self.registry.require(stage)
 
     async def _fetch(self, images: list[ImageInput]) -> list[MediaItem]:
         """Fetch all images at once; metadata and identity from their headers and bytes."""

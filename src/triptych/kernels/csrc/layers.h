@@ -116,7 +116,7 @@ void linear_added(const T* x, long num_rows, const Linear& layer, T* sum) {
     });
 }
 
-// out [num_rows, intermediate] = silu<T>(gate) * up
+// out [num_rows, intermediate] = silu(gate) * up
 template <class T>
 void gated(const T* x, long num_rows, const Linear& layer, long intermediate, T* out) {
     linear(x, num_rows, layer, [&](long row, long panel, const __m512* sums) {
@@ -132,7 +132,7 @@ void gated(const T* x, long num_rows, const Linear& layer, long intermediate, T*
 
 // -- decoder layer ----------------------------------------------------------------------------------------------------
 
-// Where the keys of a head lie in a block; the values lie `plane` of all heads further.
+// Where the keys of a head lie in a block; its values lie all heads further.
 template <class T>
 struct KVPlace {
     T* layer;
