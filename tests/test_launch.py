@@ -32,6 +32,7 @@ from triptych.observe.metrics import Metrics
 from triptych.placement import Placement, parse_pins
 from triptych.supervisor import RestartPolicy
 from triptych.types import (
+    ChoiceFinished,
     Event,
     Finished,
     FinishReason,
@@ -129,7 +130,8 @@ class PlayRouter:
     async def handle(self, request: Request) -> AsyncIterator[Event]:
         yield TextDelta("yes", 1)
         await asyncio.sleep(self.delay_s)
-        yield Finished(FinishReason.STOP, None, Usage(1, 1), Timing(0, 0, [], [], []))
+        yield ChoiceFinished(0, FinishReason.STOP, None)
+        yield Finished(Usage(1, 1), Timing(0, 0, [], [], []))
 
     def drain(self, name: str) -> bool:
         return False

@@ -48,10 +48,11 @@ EXAMPLES: list[Body] = [
     messages.ItemFailed(*ABOUT, mm_hash="ab" * 32, message="it cannot be decoded", bad_media=True),
     messages.Prefill(
         *ABOUT, token_ids=[1, 2, 320, 70000], num_output_tokens=1, items=[ITEM], sampling=SAMPLING, cache_salt="s",
-        decode_elsewhere=True,
+        priority=-1, decode_elsewhere=True,
     ),
     messages.Decode(
-        *ABOUT, token_ids=[1, 2], num_output_tokens=0, items=[ITEM], sampling=SAMPLING, cache_salt="", source=ADDRESS
+        *ABOUT, token_ids=[1, 2], num_output_tokens=0, items=[ITEM], sampling=SAMPLING, cache_salt="",
+        priority=0, source=ADDRESS
     ),
     messages.Accepted(*ABOUT, num_cached_tokens=16, needed=["ab" * 32]),
     messages.Refused(*ABOUT, reason=messages.Refusal.TOO_LONG, message="too long"),
@@ -63,6 +64,8 @@ EXAMPLES: list[Body] = [
             messages.TokenOutput(
                 *ABOUT, index=1, token_ids=[8, 9], finish_reason=FinishReason.STOP, stop_token_id=9,
                 prefill=messages.PrefillTiming(1.0, 2.0, 4.0, "ab" * 32), decode=messages.DecodeTiming(0.5, 0.25),
+                logprobs=[messages.Logprobs([8, 7], [-0.5, -0.25], 2)],
+                prompt_logprobs=[messages.Logprobs([1], [-0.125], 1)],
             ),
         ]
     ),

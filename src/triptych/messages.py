@@ -98,6 +98,7 @@ class PromptMessage(RequestMessage, frozen=True):
     items: list[PromptItem]
     sampling: SamplingParams
     cache_salt: str
+    priority: int  # lower is sooner
 
 
 class Prefill(PromptMessage, frozen=True):
@@ -151,7 +152,15 @@ class DecodeTiming(msgspec.Struct, frozen=True):
     queue_s: float  # from then to the first step
 
 
-class TokenOutput(msgspec.Struct, frozen=True):
+class Logprobs(msgspec.Struct, frozen=True):
+    """Natural log-probabilities at one place: of the token that stands there, then of the likeliest, descending."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # of the first, from 1
+
+
+class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one step gave one request."""
 
     request_id: str
@@ -162,6 +171,8 @@ class TokenOutput(msgspec.Struct, frozen=True):
     stop_token_id: int | None = None  # the stop_token_ids entry that ended it
     prefill: PrefillTiming | None = None
     decode: DecodeTiming | None = None
+    logprobs: list[Logprobs] = []  # one a token, where they were asked for
+    prompt_logprobs: list[Logprobs] = []  # of the prompt's tokens but the first; with the first token
 
 
 class StepOutput(Message, frozen=True):

@@ -6,7 +6,7 @@ All are frozen. A field's comment says its unit and who fills it when that is no
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
     ABORT = "abort"
     ERROR = "error"
 
@@ -96,8 +97,9 @@ class Prompt(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True):
     """How the next token is drawn, and which tokens end the request.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is always set by the time a worker
-    sees it, so that a request goes on with the same draws on another worker.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other penalties 0 are
+    off. `seed` is always set by the time a worker sees it, so that a request goes on with the same draws on another
+    worker.
     """
 
     max_tokens: int = 1  # set by the router from the request's own limit and the room that the prompt leaves
@@ -109,6 +111,15 @@ class SamplingParams(msgspec.Struct, frozen=True):
     min_tokens: int = 0
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    presence_penalty: float = 0.0  # taken off the logit of every token that the output has
+    frequency_penalty: float = 0.0  # the same, as often as the output has it
+    repetition_penalty: float = 1.0  # divides positive logits of tokens of prompt and output, multiplies negative ones
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] = []  # empty: all
+    bad_words: list[list[int]] = []  # token sequences that the output must not have; set by the router
+    num_logprobs: int | None = None  # None: no log-probabilities; k: the chosen token's and those of the k likeliest
+    num_prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    grammar: str = ""  # what the output must match, in the form of `prompt/grammar.py`; set by the router
 
 
 class WorkerAddress(msgspec.Struct, frozen=True):
@@ -169,14 +180,30 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 class ImageInput(msgspec.Struct, frozen=True):
-    """An image as the client names it: `data:`, `http(s):` or `file:`."""
+    """An image as the client names it: `data:`, `http(s):` or `file:`; without a URL the last one sent with `uuid`."""
 
     url: str
     uuid: str = ""
+    param: str = "messages"  # where the request has it, for errors
+
+
+class Structure(msgspec.Struct, frozen=True):
+    """What the output must match; `kind` says how `source` is read."""
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
+    source: str  # the schema as JSON text, the expression, a JSON list of choices, or the grammar
+
+
+class ToolChoice(StrEnum):
+    """Whether the model may, must not or must call tools. One tool by name is `Request.forced_tool`."""
+
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One chat request, checked by the API and not yet looked into by the router."""
+    """One request for `n` answers to a prompt, checked by the API and not yet looked into by the router."""
 
     request_id: str
     messages: list[dict[str, object]]  # OpenAI-like; an image part is {"type": "image"}, bound in order to `images`
@@ -189,7 +216,25 @@ class Request(msgspec.Struct, frozen=True):
     add_generation_prompt: bool = True
     template_kwargs: dict[str, object] = {}
     cache_salt: str = ""
-    priority: int = 0
+    priority: int = 0  # lower is sooner
+    n: int = 1
+    prompt: str | list[int] | None = None  # instead of `messages`: text or tokens that no template touches
+    add_special_tokens: bool | None = None  # whether the tokenizer adds its own; None: as the template wants it
+    continue_final_message: bool = False
+    chat_template: str = ""  # instead of the checkpoint's
+    documents: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = []
+    tool_choice: ToolChoice = ToolChoice.AUTO
+    forced_tool: str = ""  # the name of the one tool that must be called
+    parallel_tool_calls: bool = True
+    structure: Structure | None = None
+    bad_words: list[str] = []
+    truncate_prompt_tokens: int | None = None  # keep so many
+    truncation_side: Literal["left", "right"] = "left"  # where the tokens go that are too many
+    processor_options: dict[str, Any] = {}  # `mm_processor_kwargs`
+    media_options: dict[str, Any] = {}  # `media_io_kwargs`
+    session_id: str = ""  # requests of one session go to one prefill worker where that is no worse
+    client: str = ""  # who asks; what one client named by `uuid` is not another's
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -218,21 +263,62 @@ class Timing(msgspec.Struct, frozen=True):
     after_first_token: list[Span]  # kv_transfer and decode_queue where decode runs on another worker
 
 
+class ScoredToken(NamedTuple):
+    token_id: int
+    content: bytes  # UTF-8; half a character where the token is one
+    logprob: float  # natural, over the whole vocabulary, before temperature and filters
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """A token with its log-probability, and the likeliest tokens at its place in descending order."""
+
+    chosen: ScoredToken
+    rank: int  # of the chosen token, from 1
+    top: list[ScoredToken]
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The first event: the prompt as the model reads it. It comes together with the first token."""
+
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0  # as the prefill worker saw it
+    num_image_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = []  # one a token where they were asked for; the first has none
+
+
 class TextDelta(msgspec.Struct, frozen=True):
-    """Text that became final, and how many tokens have been produced up to here. The text may be empty."""
+    """Text of one choice that became final, and how many tokens it has up to here. The text may be empty."""
 
     text: str
     num_output_tokens: int
     token_ids: list[int] = []  # the tokens that arrived with it
+    choice: int = 0
+    logprobs: list[TokenLogprobs] = []  # one a token where they were asked for
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """A piece of a tool call of one choice: the first has id and name, the arguments of all together are JSON."""
+
+    choice: int
+    index: int  # of the call within its choice
+    id: str
+    name: str
+    arguments: str
+
+
+class ChoiceFinished(msgspec.Struct, frozen=True):
+    """One choice is complete."""
+
+    choice: int
+    finish_reason: FinishReason
+    stop_reason: str | int | None  # the stop string or stop token id
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The end of a request that was answered; every other end is an exception."""
+    """The end of a request that was answered, after that of every choice; every other end is an exception."""
 
-    finish_reason: FinishReason
-    stop_reason: str | int | None  # the stop string or stop token id
     usage: Usage
     timing: Timing
 
 
-Event = TextDelta | Finished
+Event = Started | TextDelta | ToolCallDelta | ChoiceFinished | Finished

@@ -15,6 +15,7 @@ from triptych.config import ApiConfig, Config
 from triptych.errors import ConfigError
 from triptych.observe.metrics import Metrics
 from triptych.types import (
+    ChoiceFinished,
     Event,
     Finished,
     FinishReason,
@@ -23,6 +24,7 @@ from triptych.types import (
     Request,
     Span,
     Stage,
+    Started,
     TextDelta,
     Timing,
     Usage,
@@ -32,7 +34,9 @@ from triptych.types import (
 )
 
 TIMING = Timing(0.2, 0.5, [Span("fetch", 0.0, 0.05), Span("prefill", 0.05, 0.15, "prefill-0")], [], [])
-FINISHED = Finished(FinishReason.STOP, None, Usage(12, 3, cached_tokens=4, image_tokens=8), TIMING)
+STARTED = Started(list(range(12)), num_cached_tokens=4, num_image_tokens=8)
+STOPPED = ChoiceFinished(0, FinishReason.STOP, None)
+FINISHED = Finished(Usage(12, 3, cached_tokens=4, image_tokens=8), TIMING)
 
 
 def worker_info(name: str = "encode-0", version_hash: str = "v1") -> WorkerInfo:
@@ -90,7 +94,13 @@ class FakeRouter:
 
     def __init__(self) -> None:
         self.registry = FakeRegistry()
-        self.script: list[Event | Exception | asyncio.Event] = [TextDelta("a ", 1), TextDelta("cat", 2), FINISHED]
+        self.script: list[Event | Exception | asyncio.Event] = [
+            STARTED,
+            TextDelta("a ", 1),
+            TextDelta("cat", 2),
+            STOPPED,
+            FINISHED,
+        ]
         self.requests: list[Request] = []
         self.num_closed = 0
         self.drained: list[str] = []

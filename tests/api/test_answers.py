@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.api.conftest import TIMING
 from triptych.api.app import create_app
 from triptych.config import Config
 from triptych.errors import EngineError
 from triptych.observe.metrics import Metrics
-from triptych.types import Finished, FinishReason, TextDelta, Usage
+from triptych.types import ChoiceFinished, Finished, FinishReason, TextDelta, Usage
 
 USAGE = {
     "prompt_tokens": 12,
@@ -48,7 +49,7 @@ async def test_whole_answer(api: Any) -> None:
 
 
 async def test_stop_reason_and_text_only_usage(api: Any) -> None:
-    api.router.script = [Finished(FinishReason.LENGTH, 17, Usage(2, 1), api.router.script[-1].timing)]
+    api.router.script = [ChoiceFinished(0, FinishReason.LENGTH, 17), Finished(Usage(2, 1), TIMING)]
     body = (await api.chat()).json()
     assert (body["choices"][0]["finish_reason"], body["choices"][0]["stop_reason"]) == ("length", 17)
     assert body["choices"][0]["message"]["content"] == ""
@@ -82,9 +83,10 @@ async def test_stream_usage_and_timing_come_last(api: Any, usage: bool) -> None:
     *chunks, done = payloads(await api.chat(stream=True, stream_options=options, timing=True))
     assert done == "[DONE]"
     assert [("timing" in chunk) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1]["choices"] == []
     if usage:
-        assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], USAGE)
-    assert chunks[-2 if usage else -1]["choices"][0]["finish_reason"] == "stop"
+        assert chunks[-1]["usage"] == USAGE
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from triptych.errors import TriptychError
 from triptych.models.registry import ModelSpec
 from triptych.testing import Cluster, fake_feature, fake_output
 from triptych.types import (
-    Finished,
+    ChoiceFinished,
     FinishReason,
     ImageInput,
     ImageSize,
@@ -152,7 +152,7 @@ class Chaos:
                 case TextDelta():
                     assert not finished, "a token after the end"
                     token_ids += event.token_ids
-                case Finished():
+                case ChoiceFinished():
                     finished.append(event.finish_reason)
         assert finished == [FinishReason.LENGTH]
         assert token_ids == self._expected(cluster, messages, chosen, num_tokens)

@@ -14,6 +14,7 @@ from triptych.models.registry import ModelSpec, open_model
 from triptych.testing import Cluster, fake_feature, fake_output
 from triptych.testing_checkpoints import make_checkpoint
 from triptych.types import (
+    ChoiceFinished,
     Event,
     Finished,
     ImageInput,
@@ -22,6 +23,7 @@ from triptych.types import (
     Modality,
     Request,
     SamplingParams,
+    Started,
     TextDelta,
 )
 
@@ -29,7 +31,9 @@ NUM_PICTURES = 4
 
 
 class Answer(NamedTuple):
+    started: Started
     deltas: list[TextDelta]
+    ended: ChoiceFinished
     finished: Finished
 
     @property
@@ -102,16 +106,26 @@ class World:
 
 async def answer(cluster: Cluster, request: Request) -> Answer:
     events: AsyncGenerator[Event, None] = cluster.router.handle(request)
+    started: list[Started] = []
     deltas: list[TextDelta] = []
+    ended: list[ChoiceFinished] = []
     finished: list[Finished] = []
     async for event in events:
         assert not finished, "an event after the end"
-        if isinstance(event, Finished):
-            finished.append(event)
-        else:
-            deltas.append(event)
-    (end,) = finished
-    return Answer(deltas, end)
+        match event:
+            case Started():
+                assert not deltas, "the beginning comes first"
+                started.append(event)
+            case TextDelta():
+                deltas.append(event)
+            case ChoiceFinished():
+                ended.append(event)
+            case Finished():
+                finished.append(event)
+            case _:
+                pytest.fail(f"unexpected: {event}")
+    assert (len(started), len(ended), len(finished)) == (1, 1, 1)
+    return Answer(started[0], deltas, ended[0], finished[0])
 
 
 async def settle(cluster: Cluster) -> None:

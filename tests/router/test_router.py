@@ -44,7 +44,7 @@ async def test_an_answer_is_right_whoever_computes_it(world: World, placement: s
     async with world.cluster(placement) as cluster:
         got = await answer(cluster, world.request("r", [0, 2]))
         assert got.token_ids == world.expected(cluster, [0, 2])
-        assert got.finished.finish_reason is FinishReason.LENGTH
+        assert got.ended.finish_reason is FinishReason.LENGTH
         await settle(cluster)
 
 
@@ -67,7 +67,7 @@ async def test_a_stop_string_cuts_the_text_and_cancels_the_rest(world: World, pl
         stop = text[5:8]
         got = await answer(cluster, world.request("cut", max_tokens=40, stop=[stop]))
         assert got.text == text[: text.index(stop)]
-        assert (got.finished.finish_reason, got.finished.stop_reason) == (FinishReason.STOP, stop)
+        assert (got.ended.finish_reason, got.ended.stop_reason) == (FinishReason.STOP, stop)
         assert got.finished.usage.completion_tokens < 40
         assert cluster.network.num_sent["Cancel"] > 0
         await settle(cluster)

@@ -304,7 +304,7 @@ def prefill(
     num_output_tokens: int = 0,
 ) -> Prefill:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return Prefill(request_id, 0, token_ids, num_output_tokens, list(items), sampling, "", decode_elsewhere)
+    return Prefill(request_id, 0, token_ids, num_output_tokens, list(items), sampling, "", 0, decode_elsewhere)
 
 
 def decode(
@@ -316,4 +316,4 @@ def decode(
     max_tokens: int = 5,
 ) -> Decode:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return Decode(request_id, 0, token_ids, 0, list(items), sampling, "", source)
+    return Decode(request_id, 0, token_ids, 0, list(items), sampling, "", 0, source)

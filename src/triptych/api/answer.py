@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from triptych import __version__
-from triptych.types import Finished, Timing, Usage
+from triptych.types import ChoiceFinished, Finished, Timing, Usage
 
 SYSTEM_FINGERPRINT = f"triptych-{__version__}"
 
@@ -90,8 +90,8 @@ class AnswerForm(msgspec.Struct, frozen=True):
     timing: bool = False
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
-    def completion(self, text: str, end: Finished) -> Completion:
-        choice = Choice(AssistantMessage(text), end.finish_reason.value, end.stop_reason)
+    def completion(self, text: str, ended: ChoiceFinished, end: Finished) -> Completion:
+        choice = Choice(AssistantMessage(text), ended.finish_reason.value, ended.stop_reason)
         return Completion(
             self.response_id, self.model, self.created, [choice], usage_body(end.usage), timing=self._timing(end)
         )
@@ -102,12 +102,15 @@ class AnswerForm(msgspec.Struct, frozen=True):
     def delta(self, text: str) -> Chunk:
         return self._chunk([ChunkChoice(Delta(content=text))])
 
-    def endings(self, end: Finished) -> list[Chunk]:
-        """The chunk with the finish reason and, when asked for, the one with the usage; the last carries the timing."""
-        choices = [ChunkChoice(Delta(), end.finish_reason.value, end.stop_reason)]
-        if not self.include_usage:
-            return [self._chunk(choices, timing=self._timing(end))]
-        return [self._chunk(choices), self._chunk([], usage=usage_body(end.usage), timing=self._timing(end))]
+    def choice_end(self, ended: ChoiceFinished) -> Chunk:
+        return self._chunk([ChunkChoice(Delta(), ended.finish_reason.value, ended.stop_reason)])
+
+    def ending(self, end: Finished) -> Chunk | None:
+        """The last chunk: the usage and the timing, where they were asked for."""
+        if not self.include_usage and not self.timing:
+            return None
+        usage = usage_body(end.usage) if self.include_usage else UNSET
+        return self._chunk([], usage=usage, timing=self._timing(end))
 
     def _chunk(
         self, choices: list[ChunkChoice], usage: UsageBody | UnsetType = UNSET, timing: Timing | UnsetType = UNSET

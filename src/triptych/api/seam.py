@@ -44,7 +44,7 @@ class RouterLike(Protocol):
     def num_running(self) -> int: ...
 
     def handle(self, request: Request) -> AsyncIterator[Event]:
-        """`TextDelta`s, then one `Finished`, or a TriptychError. Closing or cancelling it cancels the request."""
+        """The events in the order of `types.Event`, or a TriptychError. Closing it cancels the request."""
         ...
 
     def drain(self, name: str) -> bool:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from triptych.api.answer import AnswerForm, Completion
 from triptych.api.openai import error_body
 from triptych.errors import EngineError, TriptychError
-from triptych.types import Event, Finished
+from triptych.types import ChoiceFinished, Event, Finished, TextDelta
 
 T = TypeVar("T")
 
@@ -62,15 +62,19 @@ async def _disconnected(receive: Receive) -> None:
 async def complete(events: AsyncIterator[Event], form: AnswerForm) -> Completion:
     """The whole answer. Raises what the router raises. Reads on after `Finished`, so that the router ends in peace."""
     text: list[str] = []
+    ended: ChoiceFinished | None = None
     end: Finished | None = None
     async for event in events:
-        if isinstance(event, Finished):
-            end = event
-        else:
-            text.append(event.text)
-    if end is None:
+        match event:
+            case TextDelta():
+                text.append(event.text)
+            case ChoiceFinished():
+                ended = event
+            case Finished():
+                end = event
+    if end is None or ended is None:
         raise EngineError("the request ended without a terminal event")
-    return form.completion("".join(text), end)
+    return form.completion("".join(text), ended, end)
 
 
 async def first_event(events: AsyncIterator[Event]) -> Event:
@@ -112,13 +116,16 @@ class EventStream(Response):
         ended = False
         try:
             async for event in self._all_events():
-                if isinstance(event, Finished):
-                    ended = True
-                    for chunk in self._form.endings(event):
-                        yield encode(chunk)
-                    yield b"[DONE]"
-                elif event.text:
-                    yield encode(self._form.delta(event.text))
+                match event:
+                    case TextDelta() if event.text:
+                        yield encode(self._form.delta(event.text))
+                    case ChoiceFinished():
+                        yield encode(self._form.choice_end(event))
+                    case Finished():
+                        ended = True
+                        if last := self._form.ending(event):
+                            yield encode(last)
+                        yield b"[DONE]"
             if not ended:
                 raise EngineError("the request ended without a terminal event")
         except TriptychError as error:

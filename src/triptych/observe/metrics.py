@@ -60,7 +60,8 @@ class Metrics:
     def inter_token(self, gap_s: float) -> None:
         self._itl.observe(gap_s)
 
-    def finished(self, usage: Usage, reason: FinishReason, timing: Timing) -> None:
+    def finished(self, usage: Usage, reason: FinishReason, timing: Timing, num_choices: int = 1) -> None:
+        """`reason` is that of the first choice."""
         self._success.labels(reason.value).inc()
         self._prompt_tokens_total.inc(usage.prompt_tokens)
         self._cached_tokens_total.inc(usage.cached_tokens)
@@ -70,8 +71,8 @@ class Metrics:
         self._e2e.observe(timing.e2e_s)
         decode_s = timing.e2e_s - timing.ttft_s
         self._decode.observe(decode_s)
-        if usage.completion_tokens > 1:
-            self._tpot.observe(decode_s / (usage.completion_tokens - 1))
+        if usage.completion_tokens > num_choices:
+            self._tpot.observe(decode_s / (usage.completion_tokens / num_choices - 1))
         path = {span.name: span.duration_s for span in timing.critical_path}
         self._queue.observe(path.get("prefill_queue", 0.0))
         self._prefill.observe(path.get("prefill", 0.0))

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import NamedTuple
 
 from triptych import messages
-from triptych.clock import Clock
 from triptych.errors import (
     BadRequestError,
     DeadlineExceededError,
@@ -20,12 +19,11 @@ from triptych.errors import (
     WorkerLostError,
 )
 from triptych.messages import EncodeSource, RequestMessage, TokenOutput
-from triptych.observe.metrics import Metrics
-from triptych.router.client import RouterMailbox
-from triptych.router.encode_queue import EncodeJob, EncodeQueue
+from triptych.router.encode_queue import EncodeJob
 from triptych.router.marks import RequestMarks
+from triptych.router.parts import RouterParts
 from triptych.router.plan import Plan
-from triptych.router.registry import RegisteredWorker, Registry
+from triptych.router.registry import RegisteredWorker
 from triptych.types import MediaItem, Prompt, PromptItem, Request, SamplingParams, Stage, WorkerAddress
 
 
@@ -55,14 +53,9 @@ class Attempt:
         prompt: Prompt,
         media: Mapping[str, MediaItem],
         plan: Plan,
-        registry: Registry,
-        encodes: EncodeQueue,
-        mailbox: RouterMailbox,
-        metrics: Metrics,
+        parts: RouterParts,
         marks: RequestMarks,
-        clock: Clock,
         deadline_s: float,
-        max_encodes: int,
     ) -> None:
         self.number = number
         self.request_id = request.request_id
@@ -72,14 +65,14 @@ class Attempt:
         self._request = request
         self._prompt = prompt
         self._media = media
-        self._registry = registry
-        self._encodes = encodes
-        self._mailbox = mailbox
-        self._metrics = metrics
+        self._registry = parts.registry
+        self._encodes = parts.encodes
+        self._mailbox = parts.mailbox
+        self._metrics = parts.metrics
         self._marks = marks
-        self._clock = clock
+        self._clock = parts.clock
         self._deadline_s = deadline_s
-        self._max_encodes = max_encodes
+        self._max_encodes = parts.config.max_attempts
         self._inbox: asyncio.Queue[FromWorker | Lost] = asyncio.Queue()
         self._failures: dict[str, list[str]] = {}  # by item: the encode workers that failed it
         self._open: dict[str, _OpenItem] = {}
@@ -141,11 +134,11 @@ class Attempt:
 
     def _prompt_fields(
         self, output_ids: list[int]
-    ) -> tuple[str, int, list[int], int, list[PromptItem], SamplingParams, str]:
+    ) -> tuple[str, int, list[int], int, list[PromptItem], SamplingParams, str, int]:
         """Of `messages.PromptMessage`, in its order."""
         request, token_ids = self._request, self._prompt.token_ids + output_ids
         numbers = (request.request_id, self.number, token_ids, len(output_ids))
-        return (*numbers, self._prompt.items, request.sampling, request.cache_salt)
+        return (*numbers, self._prompt.items, request.sampling, request.cache_salt, request.priority)
 
     def _on_message(self, sender: str, message: RequestMessage, output_ids: list[int]) -> None:
         match message:

@@ -1,22 +1,29 @@
-"""What a request has produced over all its attempts: token ids, the text that is final, and how it ended."""
+"""What one choice has produced over all its attempts: token ids, the text that is final, and how it ended."""
 
 from __future__ import annotations
 
-from triptych.messages import TokenOutput
+from collections.abc import Sequence
+
+from triptych.messages import Logprobs, TokenOutput
 from triptych.prompt.detokenize import IncrementalDetokenizer
-from triptych.types import FinishReason, Request, TextDelta
+from triptych.prompt.token_bytes import TokenBytes
+from triptych.types import Event, FinishReason, Request, ScoredToken, TextDelta, TokenLogprobs
 
 
 class RequestOutput:
-    def __init__(self, request: Request, detokenizer: IncrementalDetokenizer) -> None:
+    def __init__(
+        self, request: Request, detokenizer: IncrementalDetokenizer, token_bytes: TokenBytes, choice: int = 0
+    ) -> None:
         self._keep_stop_token = request.include_stop_str_in_output
         self._detokenizer = detokenizer
+        self._token_bytes = token_bytes
+        self._choice = choice
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
 
-    def push(self, output: TokenOutput) -> TextDelta:
-        """Take a worker's tokens; a stop string found in their text ends the request here."""
+    def push(self, output: TokenOutput) -> list[Event]:
+        """Take a worker's tokens; a stop string found in their text ends the choice here."""
         self.token_ids += output.token_ids
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_token_id
@@ -29,4 +36,16 @@ class RequestOutput:
         if self._detokenizer.stopped is not None:
             self.finish_reason = FinishReason.STOP
             self.stop_reason = self._detokenizer.stopped
-        return TextDelta(text, len(self.token_ids), output.token_ids)
+        logprobs = [self._scored(entry) for entry in output.logprobs]
+        return [TextDelta(text, len(self.token_ids), output.token_ids, self._choice, logprobs)]
+
+    def prompt_logprobs(self, entries: Sequence[Logprobs]) -> list[TokenLogprobs | None]:
+        """One a token of the prompt; nothing stands before the first one. Empty where none were asked for."""
+        return [None, *map(self._scored, entries)] if entries else []
+
+    def _scored(self, entry: Logprobs) -> TokenLogprobs:
+        scored = [
+            ScoredToken(token_id, self._token_bytes[token_id], logprob)
+            for token_id, logprob in zip(entry.token_ids, entry.logprobs, strict=True)
+        ]
+        return TokenLogprobs(scored[0], entry.rank, scored[1:])

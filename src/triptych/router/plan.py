@@ -25,9 +25,10 @@ class Plan(NamedTuple):
         return self.prefill is not self.decode
 
 
-def make_plan(prompt: Prompt, cache_salt: str, registry: Registry) -> Plan:
+def make_plan(prompt: Prompt, cache_salt: str, registry: Registry, session_id: str = "") -> Plan:
     """Raises NoCapacityError naming the stage that no live worker hosts."""
-    prefill = _choose(registry, Stage.PREFILL, lambda loads: by_affinity(_prefix_key(prompt, cache_salt), loads, 1))
+    affinity = f"session {session_id}" if session_id else _prefix_key(prompt, cache_salt)
+    prefill = _choose(registry, Stage.PREFILL, lambda loads: by_affinity(affinity, loads, 1))
     if Stage.DECODE in prefill.info.stages:
         decode = prefill  # the KV is there already
     else:

@@ -7,55 +7,35 @@ until the request ends, so that any lost worker can be replaced.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-import msgspec
-
 from triptych import messages
 from triptych.clock import Clock, MonotonicClock
 from triptych.config import Config
-from triptych.errors import (
-    BadRequestError,
-    MediaError,
-    NoCapacityError,
-    OverloadedError,
-    TriptychError,
-    WorkerLostError,
-)
-from triptych.media.fetch import MediaFetcher
-from triptych.media.hash import mm_hash
-from triptych.media.probe import probe_image
+from triptych.errors import OverloadedError, TriptychError
 from triptych.observe.metrics import Metrics
 from triptych.prompt.detokenize import IncrementalDetokenizer
-from triptych.prompt.layout import PromptBuilder, num_characters
-from triptych.router.attempt import Attempt, FromWorker, Lost
+from triptych.prompt.layout import PromptBuilder
+from triptych.prompt.token_bytes import TokenBytes
+from triptych.router.attempt import FromWorker, Lost
+from triptych.router.choice import Attempts, Choice, run_side_by_side
 from triptych.router.client import RouterMailbox
 from triptych.router.encode_queue import EncodeQueue
 from triptych.router.health import Probes
 from triptych.router.marks import RequestMarks
+from triptych.router.media import MediaReader
 from triptych.router.output import RequestOutput
-from triptych.router.plan import Plan, make_plan
+from triptych.router.parts import RouterParts
+from triptych.router.plan import make_plan
+from triptych.router.prompts import bound_output, lay_out
 from triptych.router.registry import Registry
-from triptych.types import (
-    Event,
-    Finished,
-    ImageInput,
-    MediaItem,
-    Modality,
-    Prompt,
-    Request,
-    Stage,
-    Usage,
-    WorkerAddress,
-)
+from triptych.types import Event, Finished, MediaItem, Prompt, Request, Stage, Usage, WorkerAddress
 
 logger = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
-MOST_CHARACTERS_A_TOKEN = 16  # on the average of a whole prompt; prose has four or five
 
 
 class Router:
@@ -74,12 +54,12 @@ class Router:
     ) -> None:
         self._config = config
         self._builder = builder
-        self._fingerprint = fingerprint
         self._mailbox = mailbox
         self._metrics = metrics
         self._clock = clock or MonotonicClock()
-        self._fetcher = MediaFetcher(config.media)
-        self._attempts: dict[tuple[str, int], Attempt] = {}
+        self._media = MediaReader(config.media, builder.layout, fingerprint)
+        self._token_bytes = TokenBytes(builder.tokenizer)
+        self._attempts: Attempts = {}
         self._joined = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.model_name = model_name
@@ -92,6 +72,7 @@ class Router:
             self._worker_joined,
         )
         self.encodes = EncodeQueue(self.registry, config.encode.order, config.encode.window_embeds)
+        self._parts = RouterParts(config.router, self.registry, self.encodes, mailbox, metrics, self._clock)
         self._probes = Probes(self.registry, mailbox, config.router)
         self.num_running = 0
         self.closing = False  # admission is over; what runs may end
@@ -107,30 +88,30 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._fetcher.close()
+        await self._media.close()
         await self._mailbox.close()
 
     # -- a request -----------------------------------------------------------------------------------------------------
 
     async def handle(self, request: Request) -> AsyncGenerator[Event, None]:
-        """`TextDelta`s, then one `Finished`; or a TriptychError. Closing it cancels the request in every stage."""
+        """`Started`, the events of each choice, `Finished`; or a TriptychError. Closing it cancels every stage."""
         marks = RequestMarks(request.request_id, self._clock)
         self._metrics.request_started()
         self.num_running += 1
         try:
             self._admit()
             with marks.fetch():
-                media = await self._fetch(request.images)
+                media = await self._media.read(request)
             with marks.plan():
-                prompt = self._lay_out(request, media)
-                request = self._bound_output(request, prompt)
-                plan = make_plan(prompt, request.cache_salt, self.registry)
-            async with aclosing(self._run(request, prompt, media, plan, marks)) as events:
+                prompt = lay_out(self._builder, request, media, self.max_model_len)
+                request = bound_output(request, prompt, self.max_model_len)
+                plan = make_plan(prompt, request.cache_salt, self.registry, request.session_id)
+            choices = [self._choice(index, request, prompt, media, marks) for index in range(request.n)]
+            async with aclosing(run_side_by_side(choices, plan)) as events:
                 async for event in events:
                     yield event
+            yield self._finish(prompt, choices, marks)
         except TriptychError as error:
-            if isinstance(error, MediaError) and error.param is None:
-                error.param = "messages"
             marks.failed(error)
             self._metrics.failed(error)
             raise
@@ -153,146 +134,33 @@ class Router:
         for stage in (Stage.PREFILL, Stage.DECODE):
             self.registry.require(stage)
 
-    async def _fetch(self, images: list[ImageInput]) -> list[MediaItem]:
-        """Fetch all images at once; metadata and identity from their headers and bytes."""
-        limit = self._config.media.max_images
-        if len(images) > limit:
-            raise BadRequestError(f"the request has {len(images)} images, the limit is {limit}", param="messages")
-        tasks = [asyncio.create_task(self._fetcher.fetch(image.url)) for image in images]
-        try:
-            contents = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        if not images:
-            return []
-        # On a thread: hashing tens of megabytes would hold up every other request's tokens.
-        return await asyncio.to_thread(lambda: [self._media_item(*pair) for pair in zip(images, contents, strict=True)])
-
-    def _media_item(self, image: ImageInput, content: bytes) -> MediaItem:
-        size = probe_image(content, self._config.media)
-        options = f"background={self._config.media.background}"
-        identity = mm_hash(content, Modality.IMAGE, options, self._fingerprint, image.uuid)
-        return MediaItem(Modality.IMAGE, identity, content, self._builder.layout.image_metadata(size))
-
-    def _lay_out(self, request: Request, media: list[MediaItem]) -> Prompt:
-        """Raises BadRequestError for text that cannot fit, before it is tokenized: that would hold up everybody."""
-        length, limit = num_characters([request.messages, request.template_kwargs]), self.max_model_len
-        if length > MOST_CHARACTERS_A_TOKEN * limit:
-            raise BadRequestError(
-                f"the messages have {length} characters, more than fit into the model's limit of {limit} tokens",
-                param="messages",
-            )
-        return self._builder.build(
-            request.messages,
-            media,
-            add_generation_prompt=request.add_generation_prompt,
-            template_kwargs=request.template_kwargs,
-        )
-
-    def _bound_output(self, request: Request, prompt: Prompt) -> Request:
-        """Set max_tokens to what was asked for or what fits. Raises BadRequestError where that is impossible."""
-        room = self.max_model_len - len(prompt.token_ids)
-        if room < 1:
-            raise BadRequestError(
-                f"the prompt has {len(prompt.token_ids)} tokens, the model's limit is {self.max_model_len}",
-                param="messages",
-            )
-        if request.max_tokens is not None and request.max_tokens > room:
-            raise BadRequestError(
-                f"{len(prompt.token_ids)} prompt tokens and max_tokens={request.max_tokens} exceed the model's limit "
-                f"of {self.max_model_len}",
-                param="max_tokens",
-            )
-        sampling = msgspec.structs.replace(request.sampling, max_tokens=request.max_tokens or room)
-        return msgspec.structs.replace(request, sampling=sampling)
-
-    async def _run(
-        self, request: Request, prompt: Prompt, media: list[MediaItem], plan: Plan, marks: RequestMarks
-    ) -> AsyncGenerator[Event, None]:
-        """Carry the plan out; after the loss of a worker, plan anew from the tokens so far."""
-        output = RequestOutput(request, self._detokenizer(request))
-        by_hash = {item.mm_hash: item for item in media}
-        deadline_s = marks.arrived_s + self._config.router.deadline_s
-        num_cached_tokens: int | None = None
-        for number in range(self._config.router.max_attempts):
-            attempt = Attempt(
-                number, request, prompt, by_hash, plan, self.registry, self.encodes, self._mailbox, self._metrics,
-                marks, self._clock, deadline_s, self._config.router.max_attempts,
-            )  # fmt: skip
-            marks.planned(plan, len(by_hash))
-            try:
-                async with aclosing(self._tokens(attempt, output.token_ids)) as tokens:
-                    async for token in tokens:
-                        delta = output.push(token)
-                        marks.token(token)
-                        self._metrics_of_token(marks, len(output.token_ids))
-                        yield delta
-                        if output.finish_reason is not None:
-                            break
-            except (WorkerLostError, NoCapacityError) as error:
-                logger.warning("request_id=%s attempt=%d ended: %s", request.request_id, number, error)
-                if number + 1 == self._config.router.max_attempts:
-                    raise
-            num_cached_tokens = attempt.num_cached_tokens if num_cached_tokens is None else num_cached_tokens
-            if output.finish_reason is not None:
-                break
-            plan = await self._plan_anew(request, prompt, deadline_s)
-        yield self._finish(prompt, media, output, num_cached_tokens or 0, marks)
-
-    def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(
+    def _choice(
+        self, index: int, request: Request, prompt: Prompt, media: list[MediaItem], marks: RequestMarks
+    ) -> Choice:
+        """The first choice keeps the request's own marks: its way to the first token is the request's."""
+        detokenizer = IncrementalDetokenizer(
             self._builder.tokenizer,
             skip_special_tokens=request.skip_special_tokens,
             stop=request.stop,
             include_stop_str=request.include_stop_str_in_output,
         )
+        output = RequestOutput(request, detokenizer, self._token_bytes, index)
+        if index > 0:
+            marks = RequestMarks(request.request_id, self._clock)
+        return Choice(index, request, prompt, media, output, self._parts, marks, self._attempts, self._joined)
 
-    async def _tokens(self, attempt: Attempt, output_ids: list[int]) -> AsyncGenerator[messages.TokenOutput, None]:
-        key = (attempt.request_id, attempt.number)
-        self._attempts[key] = attempt
-        try:
-            async with aclosing(attempt.run(list(output_ids))) as tokens:
-                async for token in tokens:
-                    yield token
-        finally:
-            del self._attempts[key]
-            attempt.close()
-
-    async def _plan_anew(self, request: Request, prompt: Prompt, deadline_s: float) -> Plan:
-        """A plan over the workers that are left, or over one that is started again within the time for that."""
-        give_up_s = min(self._clock.now() + self._config.router.capacity_wait_s, deadline_s)
-        while True:
-            try:
-                return make_plan(prompt, request.cache_salt, self.registry)
-            except NoCapacityError:
-                left_s = give_up_s - self._clock.now()
-                if left_s <= 0:
-                    raise
-                self._joined.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(left_s):
-                        await self._joined.wait()
-
-    def _metrics_of_token(self, marks: RequestMarks, num_output_tokens: int) -> None:
-        if num_output_tokens == 1:
-            self._metrics.first_token(marks.ttft_s)
-        else:
-            self._metrics.inter_token(marks.gap_s)
-
-    def _finish(
-        self, prompt: Prompt, media: list[MediaItem], output: RequestOutput, num_cached_tokens: int, marks: RequestMarks
-    ) -> Finished:
-        assert output.finish_reason is not None, "only a finished output gets here"
+    def _finish(self, prompt: Prompt, choices: list[Choice], marks: RequestMarks) -> Finished:
+        reasons = [choice.output.finish_reason for choice in choices]
+        assert reasons[0] is not None, "only finished choices get here"
         usage = Usage(
             prompt_tokens=len(prompt.token_ids),
-            completion_tokens=len(output.token_ids),
-            cached_tokens=num_cached_tokens,
+            completion_tokens=sum(len(choice.output.token_ids) for choice in choices),
+            cached_tokens=choices[0].num_cached_tokens,
             image_tokens=sum(item.placeholder.length for item in prompt.items),
         )
-        timing = marks.finished(output.finish_reason, usage)
-        self._metrics.finished(usage, output.finish_reason, timing)
-        return Finished(output.finish_reason, output.stop_reason, usage, timing)
+        timing = marks.finished(reasons[0], usage)
+        self._metrics.finished(usage, reasons[0], timing, len(choices))
+        return Finished(usage, timing)
 
     # -- workers -------------------------------------------------------------------------------------------------------
 

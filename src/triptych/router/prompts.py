@@ -1,0 +1,48 @@
+"""A request's prompt: tokens with every item at its place, within the model's limit. Called by `router.py`.
+
+Whatever is refused here is refused before a worker hears of the request.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from triptych.errors import BadRequestError
+from triptych.prompt.layout import PromptBuilder, num_characters
+from triptych.types import MediaItem, Prompt, Request
+
+MOST_CHARACTERS_A_TOKEN = 16  # on the average of a whole prompt; prose has four or five
+
+
+def lay_out(builder: PromptBuilder, request: Request, media: list[MediaItem], max_model_len: int) -> Prompt:
+    """Raises BadRequestError for text that cannot fit, before it is tokenized: that would hold up everybody."""
+    length = num_characters([request.messages, request.template_kwargs])
+    if length > MOST_CHARACTERS_A_TOKEN * max_model_len:
+        raise BadRequestError(
+            f"the messages have {length} characters, more than fit into the model's limit of {max_model_len} tokens",
+            param="messages",
+        )
+    return builder.build(
+        request.messages,
+        media,
+        add_generation_prompt=request.add_generation_prompt,
+        template_kwargs=request.template_kwargs,
+    )
+
+
+def bound_output(request: Request, prompt: Prompt, max_model_len: int) -> Request:
+    """Set max_tokens to what was asked for or what fits. Raises BadRequestError where that is impossible."""
+    num_prompt_tokens = len(prompt.token_ids)
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise BadRequestError(
+            f"the prompt has {num_prompt_tokens} tokens, the model's limit is {max_model_len}", param="messages"
+        )
+    if request.max_tokens is not None and request.max_tokens > room:
+        raise BadRequestError(
+            f"{num_prompt_tokens} prompt tokens and max_tokens={request.max_tokens} exceed the model's limit "
+            f"of {max_model_len}",
+            param="max_tokens",
+        )
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=request.max_tokens or room)
+    return msgspec.structs.replace(request, sampling=sampling)
