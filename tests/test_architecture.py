@@ -17,7 +17,7 @@ import triptych
 ROOT = Path(triptych.__file__).parent
 PACKAGE = "triptych"
 
-BASE = frozenset({"types", "messages", "config", "errors", "clock"})
+BASE = frozenset({"types", "messages", "config", "errors", "clock", "block_hash"})
 
 # What each package or top-level module may import beside the base and itself.
 ARROWS: dict[str, frozenset[str]] = {
@@ -59,6 +59,7 @@ BASE_ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "clock": frozenset(),
     "messages": frozenset({"types"}),
+    "block_hash": frozenset({"types"}),
     "config": frozenset({"errors", "types"}),
 }
 

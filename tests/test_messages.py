@@ -85,6 +85,8 @@ EXAMPLES: list[Body] = [
     messages.Probed(probe_id=1, error="broken"),
     messages.PeerLost(name="encode-0", epoch="fedcba9876543210"),
     messages.Drain(),
+    messages.ListBlocks(),
+    messages.BlocksChanged(stored=[bytes(range(16))], removed=[bytes(16)], is_all=True),
 ]  # fmt: skip
 
 

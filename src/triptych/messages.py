@@ -280,13 +280,28 @@ class Drain(Message, frozen=True):
     """Take no new requests; leave when those that run are done."""
 
 
+# -- prefix caches -----------------------------------------------------------------------------------------------------
+
+
+class ListBlocks(Message, frozen=True):
+    """Say which KV blocks can be found in the prefix cache: the router has just come to know the worker."""
+
+
+class BlocksChanged(Message, frozen=True):
+    """Hashes of KV blocks that entered the prefix cache of a prefill worker, and of those that left it."""
+
+    stored: list[bytes]
+    removed: list[bytes]
+    is_all: bool = False  # the answer to `ListBlocks`: what is not in `stored` is not cached
+
+
 Body = (
     PrepareItems | EncodeItems | ItemEncoded | ItemFailed
     | Prefill | Decode | Accepted | Refused | EmbeddingsNeeded | ItemHeld | StepOutput
     | AttemptFailed | Cancel
     | EmbeddingPublished | FetchKV | KVPublished | KVRefused | LeaseReleased
     | Probe | Probed | PeerLost
-    | Drain
+    | Drain | ListBlocks | BlocksChanged
 )  # fmt: skip
 
 

@@ -139,6 +139,7 @@ class Load(msgspec.Struct, frozen=True):
     num_waiting_tokens: int = 0  # prompt tokens not yet computed
     num_free_blocks: int = 0
     num_total_blocks: int = 0
+    max_kv_tokens: int = 0  # that all blocks hold
     num_waiting_embeds: int = 0  # demanded and not yet encoded
     cached_embeds: int = 0
     num_leases: int = 0

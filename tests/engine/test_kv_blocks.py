@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.engine.requests import BLOCK_SIZE, IMAGE_TOKEN, distinct_tokens, item, make_request
-from triptych.engine.kv_blocks import SCRATCH_BLOCK, BlockHash, KVBlockPool, hash_block, root_hash
+from triptych.block_hash import BlockHash, hash_block, root_hash
+from triptych.engine.kv_blocks import SCRATCH_BLOCK, KVBlockPool
 from triptych.types import PromptItem
 
 HASHES = [bytes([k]) * 16 for k in range(6)]
@@ -23,6 +24,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.caching = caching
         self.tables: list[list[int]] = []  # one a holder
         self.cached: dict[BlockHash, int] = {}
+        self.told: set[BlockHash] = set()  # what a reader of the changes believes
 
     def references(self, block: int) -> int:
         return sum(table.count(block) for table in self.tables)
@@ -71,6 +73,16 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool.commit(block, block_hash)
         if self.caching and block_hash not in self.cached and block not in self.cached.values():
             self.cached[block_hash] = block
+
+    @rule(everything=st.booleans())
+    def tell(self, everything: bool) -> None:
+        if everything:
+            self.told = set(self.pool.cached_hashes())
+        stored, removed = self.pool.take_changes()
+        assert not set(stored) & self.told
+        assert set(removed) <= self.told
+        self.told = (self.told - set(removed)) | set(stored)
+        assert self.told == set(self.cached)
 
     @invariant()
     def books_agree(self) -> None:

@@ -135,8 +135,10 @@ async def settle(cluster: Cluster) -> None:
     assert cluster.router.num_running == 0
     for worker in cluster.router.registry.workers():
         assert (worker.num_inflight_requests, worker.num_inflight_tokens) == (0, 0), worker.name
+        assert worker.num_kv_tokens == 0, worker.name
         assert (worker.num_inflight_items, worker.num_inflight_embeds) == (0, 0), worker.name
     cluster.router.encodes.check()
+    cluster.router.prefixes.check()
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,10 @@ import pytest
 
 from tests.router.workers import D, E, P, Told, info
 from triptych.errors import NoCapacityError
+from triptych.messages import BlocksChanged
 from triptych.router.plan import make_plan
-from triptych.types import Grid, ItemMetadata, MediaItem, Modality, Placeholder, Prompt, PromptItem, Stage
+from triptych.router.prefix_index import PrefixIndex
+from triptych.types import Grid, ItemMetadata, Load, MediaItem, Modality, Placeholder, Prompt, PromptItem, Stage
 
 PROMPT = Prompt(list(range(100)))
 
@@ -24,7 +26,7 @@ def prompt_with(mm_hash: str, offset: int) -> Prompt:
 def test_a_worker_of_both_stages_decodes_where_it_prefilled() -> None:
     told = Told(*(info(f"pd{k}", [P, D]) for k in range(4)))
     for k in range(20):
-        plan = make_plan(Prompt([k]), "", told.registry)
+        plan = make_plan(Prompt([k]), "", told.registry, told.prefixes)
         assert plan.decode is plan.prefill
         assert not plan.decode_elsewhere
 
@@ -32,7 +34,7 @@ def test_a_worker_of_both_stages_decodes_where_it_prefilled() -> None:
 def test_without_decode_on_the_prefill_worker_the_least_loaded_decode_worker_is_taken() -> None:
     told = Told(info("p0", [P]), info("d0", [D]), info("d1", [D]))
     told.registry.workers()[1].num_inflight_requests = 1
-    plan = make_plan(PROMPT, "", told.registry)
+    plan = make_plan(PROMPT, "", told.registry, told.prefixes)
     assert (plan.prefill.name, plan.decode.name, plan.decode_elsewhere) == ("p0", "d1", True)
 
 
@@ -48,16 +50,18 @@ def test_without_decode_on_the_prefill_worker_the_least_loaded_decode_worker_is_
 def test_a_missing_stage_is_named(workers: list[tuple[str, list[Stage]]], prompt: Prompt, missing: str) -> None:
     told = Told(*(info(name, stages) for name, stages in workers))
     with pytest.raises(NoCapacityError, match=f"hosts the {missing} stage"):
-        make_plan(prompt, "", told.registry)
+        make_plan(prompt, "", told.registry, told.prefixes)
 
 
 def test_a_text_request_needs_no_encode_worker() -> None:
-    assert make_plan(PROMPT, "", Told(info("pd0", [P, D])).registry).prefill.name == "pd0"
+    assert make_plan(PROMPT, "", Told(info("pd0", [P, D])).registry, PrefixIndex(4)).prefill.name == "pd0"
 
 
 def test_prompts_that_begin_alike_go_to_one_prefill_worker() -> None:
     told = Told(*(info(f"p{k}", [P, D]) for k in range(6)))
-    chosen = {make_plan(Prompt([*PROMPT.token_ids, k]), "", told.registry).prefill.name for k in range(20)}
+    chosen = {
+        make_plan(Prompt([*PROMPT.token_ids, k]), "", told.registry, told.prefixes).prefill.name for k in range(20)
+    }
     assert len(chosen) == 1
 
 
@@ -65,7 +69,7 @@ def test_salt_first_tokens_and_early_images_spread_requests() -> None:
     told = Told(*(info(f"p{k}", [E, P, D]) for k in range(6)))
 
     def spread(prompts: list[tuple[Prompt, str]]) -> int:
-        return len({make_plan(prompt, salt, told.registry).prefill.name for prompt, salt in prompts})
+        return len({make_plan(prompt, salt, told.registry, told.prefixes).prefill.name for prompt, salt in prompts})
 
     assert spread([(Prompt([k]), "") for k in range(20)]) > 2
     assert spread([(PROMPT, f"{k}") for k in range(20)]) > 2
@@ -76,4 +80,40 @@ def test_salt_first_tokens_and_early_images_spread_requests() -> None:
 def test_suspect_workers_are_not_planned_with() -> None:
     told = Told(info("pd0", [P, D]), info("pd1", [P, D]))
     told.registry.workers()[0].suspect = "broken"
-    assert {make_plan(Prompt([k]), "", told.registry).prefill.name for k in range(20)} == {"pd1"}
+    assert {make_plan(Prompt([k]), "", told.registry, told.prefixes).prefill.name for k in range(20)} == {"pd1"}
+
+
+def test_the_worker_that_holds_more_of_the_prompt_is_taken() -> None:
+    told = Told(*(info(f"pd{k}", [P, D]) for k in range(4)))
+    hashes = told.prefixes.hashes(PROMPT, "")
+    for k, num_blocks in enumerate((3, 9, 5)):
+        told.prefixes.changed(f"pd{k}-1", BlocksChanged(hashes[:num_blocks], []))
+    plan = make_plan(PROMPT, "", told.registry, told.prefixes)
+    assert (plan.prefill.name, plan.prefix) == ("pd1", hashes)
+    told.prefixes.changed("pd1-1", BlocksChanged([], hashes[1:2]))  # a hole: what follows is of no use
+    assert make_plan(PROMPT, "", told.registry, told.prefixes).prefill.name == "pd2"
+    assert make_plan(PROMPT, "salt", told.registry, told.prefixes).prefix != hashes
+
+
+def test_a_cached_prefix_is_weighed_against_the_work_that_waits() -> None:
+    told = Told(info("pd0", [P, D]), info("pd1", [P, D]))
+    hashes = told.prefixes.hashes(PROMPT, "")
+    told.prefixes.changed("pd1-1", BlocksChanged(hashes[:15], []))  # 60 tokens
+    told.registry.workers()[1].num_inflight_tokens = 59
+    assert make_plan(PROMPT, "", told.registry, told.prefixes).prefill.name == "pd1"
+    told.registry.workers()[1].num_inflight_tokens = 61
+    assert make_plan(PROMPT, "", told.registry, told.prefixes).prefill.name == "pd0"
+
+
+def test_a_worker_that_is_slower_gets_less() -> None:
+    told = Told(info("pd0", [P, D]), info("pd1", [P, D]))
+    slow, fast = told.registry.workers()
+    slow.load, fast.load = Load(prompt_token_s=0.004), Load(prompt_token_s=0.001)
+    fast.num_inflight_tokens = 200
+    assert make_plan(PROMPT, "", told.registry, told.prefixes).prefill.name == "pd1"
+
+
+def test_requests_that_run_count_too() -> None:
+    told = Told(info("pd0", [P, D]), info("pd1", [P, D]))
+    told.registry.workers()[0].num_inflight_requests = 3
+    assert {make_plan(Prompt([k]), "", told.registry, told.prefixes).prefill.name for k in range(9)} == {"pd1"}

@@ -1,13 +1,10 @@
-"""Affinity that moves as few keys as possible and yields to balance."""
+"""Affinity that moves as few keys as possible, and room for KV."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from triptych.router.policy import LOAD_BOUND, by_affinity, least_loaded, rendezvous_order
+from triptych.router.policy import DecodeLoad, most_room, rendezvous_order
 
 KEYS = [f"item-{k}" for k in range(600)]
 NAMES = [f"encode-{k}" for k in range(6)]
@@ -40,40 +37,21 @@ def test_keys_spread_evenly() -> None:
     assert min(counts.values()) > 0.6 * len(KEYS) / len(NAMES)
 
 
-def test_equal_keys_meet_in_one_worker_while_it_has_room() -> None:
-    loads = dict.fromkeys(NAMES, 10.0)
-    favourite = rendezvous_order("item", NAMES)[0]
-    assert by_affinity("item", loads, 1) == favourite
-    assert by_affinity("item", loads | {favourite: 12.0}, 0.5) == favourite
+def test_requests_go_where_they_are_fewest_and_ties_go_by_name() -> None:
+    assert most_room({"b": DecodeLoad(1, 50, 100), "a": DecodeLoad(2, 10, 100)}, 10) == "b"
+    assert most_room({name: DecodeLoad(1, 0, 100) for name in "bac"}, 10) == "a"
 
 
-def test_a_worker_beyond_its_share_yields_to_the_next_in_the_keys_order() -> None:
-    first, second, *_ = rendezvous_order("item", NAMES)
-    loads = dict.fromkeys(NAMES, 10.0) | {first: 30.0}
-    assert by_affinity("item", loads, 1) == second
+def test_a_worker_without_room_for_the_kv_is_passed_over() -> None:
+    loads = {"a": DecodeLoad(0, 95, 100), "b": DecodeLoad(7, 80, 100), "c": DecodeLoad(9, 20, 100)}
+    assert most_room(loads, 5) == "a"
+    assert most_room(loads, 20) == "b"
+    assert most_room(loads, 50) == "c"
 
 
-@given(
-    st.dictionaries(st.sampled_from(NAMES), st.floats(0, 1000), min_size=1),
-    st.floats(0, 500),
-    st.text(max_size=5),
-)
-def test_load_stays_within_the_bound_or_goes_to_the_least_loaded(
-    loads: dict[str, float], weight: float, key: str
-) -> None:
-    chosen = by_affinity(key, loads, weight)
-    within = loads[chosen] + weight <= LOAD_BOUND * (sum(loads.values()) + weight) / len(loads)
-    assert within or loads[chosen] == min(loads.values())
+def test_where_nobody_has_room_the_one_that_lacks_least_is_chosen() -> None:
+    assert most_room({"a": DecodeLoad(0, 100, 100), "b": DecodeLoad(5, 90, 100)}, 40) == "b"
 
 
-@given(st.lists(st.sampled_from(KEYS), max_size=80))
-def test_many_requests_for_few_items_never_pile_up_on_one_worker(keys: list[str]) -> None:
-    loads = dict.fromkeys(NAMES[:3], 0.0)
-    for key in keys:
-        loads[by_affinity(key, loads, 1)] += 1
-    assert max(loads.values()) <= LOAD_BOUND * len(keys) / 3 + 1
-
-
-def test_the_least_loaded_is_chosen_and_ties_go_by_name() -> None:
-    assert least_loaded({"b": 1.0, "a": 2.0}) == "b"
-    assert least_loaded({"b": 1.0, "a": 1.0, "c": 1.0}) == "a"
+def test_a_worker_that_has_not_said_its_size_has_room() -> None:
+    assert most_room({"a": DecodeLoad(0, 500, 0), "b": DecodeLoad(1, 0, 100)}, 40) == "a"

@@ -12,6 +12,7 @@ import pytest
 from tests.router.conftest import World, answer, settle, total
 from triptych import messages
 from triptych.config import RouterConfig
+from triptych.engine.engine import Engine
 from triptych.errors import (
     BadRequestError,
     DeadlineExceededError,
@@ -24,7 +25,7 @@ from triptych.errors import (
 )
 from triptych.router.attempt import FromWorker
 from triptych.router.encode_queue import EncodeQueue
-from triptych.testing import Cluster, FakeTower
+from triptych.testing import Cluster, FakeTower, LocalWorker
 from triptych.types import Event, Finished, FinishReason, Request, Stage, TextDelta
 
 PLACEMENTS = ["EPD", "1E/1PD", "2E/1P/1D"]
@@ -136,7 +137,7 @@ async def test_max_tokens_that_cannot_fit_is_a_400_before_any_work(world: World)
         error, num_events = await refusal(cluster, world.request("r", [0], max_tokens=100_000))
         assert isinstance(error, BadRequestError)
         assert (error.status, error.param, num_events) == (400, "max_tokens", 0)
-        assert cluster.network.num_sent == {}
+        assert not {"Prefill", "PrepareItems", "EncodeItems"} & set(cluster.network.num_sent)
 
 
 async def test_a_prompt_that_leaves_no_room_is_a_400(world: World) -> None:
@@ -189,6 +190,42 @@ async def test_the_deadline_ends_a_request(world: World) -> None:
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["2EPD", "1E/2PD", "2E/2P/2D"])
+async def test_a_conversation_goes_back_to_the_worker_that_holds_its_prefix(world: World, placement: str) -> None:
+    async with world.cluster(placement) as cluster:
+        talks: list[tuple[str, list[int | str]]] = [("what is it " * 5, [0, 1]), ("how many are there " * 4, [2, 3])]
+        for turn in range(1, 5):
+            for text, pictures in talks:
+                got = await answer(cluster, world.request(f"{turn}", pictures, text=text + "and now? " * turn))
+                assert (got.started.num_cached_tokens > 24) == (turn > 1), (text, turn)
+                await cluster.until_idle()
+        assert total(cluster, "encode_items_total") == 4
+        await settle(cluster)
+
+
+def engine_of(local: LocalWorker) -> Engine:
+    assert local.worker.stages.language is not None
+    return local.worker.stages.language._engine
+
+
+async def test_a_worker_that_joins_tells_what_it_has_cached(world: World) -> None:
+    async with world.cluster("2EPD") as cluster:
+        await answer(cluster, world.request("r", [0, 1], text="what is it " * 5))
+        await cluster.until_idle()
+        epochs = [local.address.epoch for local in cluster.workers.values()]
+        cached = [set(engine_of(local).pool.cached_hashes()) for local in cluster.workers.values()]
+        assert any(cached)
+        for local in cluster.workers.values():
+            cluster.router.prefixes.forget(local.address.epoch)
+            cluster.router._mailbox.send(local.address, messages.ListBlocks())
+
+        def told() -> list[set[bytes]]:
+            return [set(cluster.router.prefixes._held.get(epoch, set())) for epoch in epochs]
+
+        assert not any(told())
+        await until(lambda: told() == cached)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from triptych.clock import ManualClock
-from triptych.router.registry import Registry
+from triptych.router.prefix_index import PrefixIndex
+from triptych.router.registry import RegisteredWorker, Registry
 from triptych.types import Stage, WeightsReport, WorkerAddress, WorkerInfo
 
 VERSION = "v1"
@@ -23,11 +24,12 @@ class Told:
         self.clock = ManualClock()
         self.lost: list[str] = []
         self.num_joined = 0
+        self.prefixes = PrefixIndex(4)
         self.registry = Registry(VERSION, TTL_S, self.clock, lambda a: self.lost.append(a.epoch), self._joined)
         for worker in workers:
             self.registry.register(worker)
 
-    def _joined(self) -> None:
+    def _joined(self, worker: RegisteredWorker) -> None:
         self.num_joined += 1
 
     def live(self, stage: Stage) -> list[str]:

@@ -85,6 +85,7 @@ class Engine:
         self._sampler = sampler
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
+        self.max_kv_tokens = pool.num_blocks * config.block_size
         self._clock = clock
         self._on_demand = on_demand
 

@@ -6,37 +6,20 @@ the stages when they lease blocks to another worker.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
+from typing import NamedTuple
 
-from triptych.types import PromptItem
+from triptych.block_hash import BlockHash
 
 SCRATCH_BLOCK = 0  # written by padding and probes, never handed out
 
-BlockHash = bytes
 
+class BlockChanges(NamedTuple):
+    """Which blocks can be found by their hash since the last look, and which cannot any more."""
 
-def hash_block(parent: BlockHash, token_ids: Sequence[int], start: int, items: Iterable[PromptItem]) -> BlockHash:
-    """Hash of a full block that begins at token `start`, chained to its parent.
-
-    Placeholders hold the same token ids whatever the media, so each item in the block adds its `mm_hash` and where
-    it lies relative to the block.
-    """
-    state = blake2b(parent, digest_size=16)
-    state.update(array("I", token_ids).tobytes())
-    end = start + len(token_ids)
-    for item in items:
-        if item.placeholder.offset < end and item.placeholder.end > start:
-            state.update(item.mm_hash.encode())
-            state.update((item.placeholder.offset - start).to_bytes(8, "little", signed=True))
-    return state.digest()
-
-
-def root_hash(cache_salt: str) -> BlockHash:
-    """Parent of a request's first block: requests of different salts share nothing."""
-    return blake2b(cache_salt.encode(), digest_size=16).digest()
+    stored: list[BlockHash]
+    removed: list[BlockHash]
 
 
 class KVBlockPool:
@@ -57,6 +40,7 @@ class KVBlockPool:
         self._empty = deque(range(1, num_blocks))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self.num_evictions = 0
+        self._changes: dict[BlockHash, bool] = {}  # stored or removed, since `take_changes`
 
     @property
     def num_free(self) -> int:
@@ -100,6 +84,7 @@ class KVBlockPool:
             assert block_hash is not None
             del self._block_of[block_hash]
             self._hash_of[block] = None
+            self._changed(block_hash, stored=False)
             self.num_evictions += 1
         self._references[block] = 1
         return block
@@ -124,6 +109,21 @@ class KVBlockPool:
         if self._prefix_caching and block_hash not in self._block_of and self._hash_of[block] is None:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            self._changed(block_hash, stored=True)
+
+    def _changed(self, block_hash: BlockHash, *, stored: bool) -> None:
+        if self._changes.pop(block_hash, stored) == stored:  # a change and its opposite are none
+            self._changes[block_hash] = stored
+
+    def take_changes(self) -> BlockChanges:
+        """What a reader of the earlier ones has to know."""
+        changes, self._changes = self._changes, {}
+        return BlockChanges([h for h, stored in changes.items() if stored], [h for h, s in changes.items() if not s])
+
+    def cached_hashes(self) -> list[BlockHash]:
+        """Every hash under which a block can be found, those of `take_changes` included."""
+        self._changes.clear()
+        return list(self._block_of)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one state."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.engine.kv_blocks import BlockHash, hash_block, root_hash
+from triptych.block_hash import BlockHash, extend_hashes
 from triptych.messages import PrefillTiming
 from triptych.types import FinishReason, PromptItem, SamplingParams
 
@@ -87,7 +87,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.demanded: set[str] = set()  # mm_hashes asked for and not yet here
         self._block_size = block_size
-        self._root = root_hash(cache_salt)
+        self._cache_salt = cache_salt
         self._hashes: list[BlockHash] = []
         self._times_s = {Status.WAITING: 0.0, Status.WAITING_FOR_EMBEDDINGS: 0.0, Status.RUNNING: 0.0}
         self._marked_s = now
@@ -109,11 +109,7 @@ class RequestState:
 
     def block_hashes(self) -> list[BlockHash]:
         """Hashes of the full blocks of all tokens so far."""
-        size = self._block_size
-        while (len(self._hashes) + 1) * size <= len(self.token_ids):
-            start = len(self._hashes) * size
-            parent = self._hashes[-1] if self._hashes else self._root
-            self._hashes.append(hash_block(parent, self.token_ids[start : start + size], start, self.items))
+        extend_hashes(self._hashes, self.token_ids, self.items, self._cache_salt, self._block_size)
         return self._hashes
 
     def uncovered_items(self, num_covered_tokens: int) -> list[PromptItem]:

@@ -67,6 +67,7 @@ class Attempt:
         self._media = media
         self._registry = parts.registry
         self._encodes = parts.encodes
+        self._prefixes = parts.prefixes
         self._mailbox = parts.mailbox
         self._metrics = parts.metrics
         self._marks = marks
@@ -78,6 +79,7 @@ class Attempt:
         self._open: dict[str, _OpenItem] = {}
         self._involved: dict[str, WorkerAddress] = {}  # by epoch: everyone who may hold something of this attempt
         self._charged: list[RegisteredWorker] = []  # those that count this attempt among their requests
+        self._num_kv_tokens = 0  # that each of these has of this attempt
         self._num_uncomputed_tokens = 0  # that the prefill worker's load has of this attempt
         self._early: dict[int, TokenOutput] = {}  # by index: outputs that overtook an earlier one
         self._decode_began = False
@@ -92,6 +94,7 @@ class Attempt:
 
         Raises WorkerLostError when the attempt must be planned anew, MediaError, EngineError, DeadlineExceededError.
         """
+        self._num_kv_tokens = len(self._prompt.token_ids) + len(output_ids)
         self._submit(output_ids)
         self._demand_new_items()
         next_index = len(output_ids)
@@ -106,6 +109,7 @@ class Attempt:
             while (output := self._early.pop(next_index, None)) is not None:
                 next_index += len(output.token_ids)
                 self._prefilled()
+                self._grow(len(output.token_ids))
                 self._decode_began |= output.decode is not None
                 yield output
                 if output.finish_reason is not None:
@@ -123,6 +127,7 @@ class Attempt:
     def _submit(self, output_ids: list[int]) -> None:
         message = messages.Prefill(*self._prompt_fields(output_ids), decode_elsewhere=self.plan.decode_elsewhere)
         self._charge(self.plan.prefill)
+        self._prefixes.expect(self.plan.prefill.address.epoch, self.plan.prefix)
         self._discharge_tokens(-len(message.token_ids))
         self._send(self.plan.prefill, message)
 
@@ -262,7 +267,13 @@ class Attempt:
 
     def _charge(self, worker: RegisteredWorker) -> None:
         worker.num_inflight_requests += 1
+        worker.num_kv_tokens += self._num_kv_tokens
         self._charged.append(worker)
+
+    def _grow(self, num_tokens: int) -> None:
+        self._num_kv_tokens += num_tokens
+        for worker in self._charged:
+            worker.num_kv_tokens += num_tokens
 
     def _prefilled(self) -> None:
         """The first token has come: its prompt is no load any more."""
@@ -282,5 +293,8 @@ class Attempt:
                 self._mailbox.send(address, messages.Cancel(*self._key))
         for worker in self._charged:
             worker.num_inflight_requests -= 1
+            worker.num_kv_tokens -= self._num_kv_tokens
+        if self._charged:  # it was submitted
+            self._prefixes.settle(self.plan.prefill.address.epoch, self.plan.prefix)
         self._charged.clear()
         self._discharge_tokens(self._num_uncomputed_tokens)

@@ -117,7 +117,9 @@ class Choice:
         give_up_s = min(clock.now() + self._parts.config.capacity_wait_s, self._deadline_s)
         while True:
             try:
-                return make_plan(self._prompt, request.cache_salt, self._parts.registry, request.session_id)
+                return make_plan(
+                    self._prompt, request.cache_salt, self._parts.registry, self._parts.prefixes, request.session_id
+                )
             except NoCapacityError:
                 left_s = give_up_s - clock.now()
                 if left_s <= 0:

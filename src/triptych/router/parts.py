@@ -9,6 +9,7 @@ from triptych.config import RouterConfig
 from triptych.observe.metrics import Metrics
 from triptych.router.client import RouterMailbox
 from triptych.router.encode_queue import EncodeQueue
+from triptych.router.prefix_index import PrefixIndex
 from triptych.router.registry import Registry
 
 
@@ -16,6 +17,7 @@ class RouterParts(NamedTuple):
     config: RouterConfig
     registry: Registry
     encodes: EncodeQueue
+    prefixes: PrefixIndex
     mailbox: RouterMailbox
     metrics: Metrics
     clock: Clock

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import blake2b
-
-LOAD_BOUND = 1.25  # a worker may have this many times its fair share before affinity yields to balance
+from typing import NamedTuple
 
 
 def rendezvous_order(key: str, names: list[str]) -> list[str]:
@@ -16,17 +15,21 @@ def rendezvous_order(key: str, names: list[str]) -> list[str]:
     return sorted(names, key=lambda name: blake2b(f"{name}\0{key}".encode(), digest_size=8).digest())
 
 
-def by_affinity(key: str, loads: Mapping[str, float], weight: float) -> str:
-    """The first worker in the key's order that has room for `weight` more within the bound.
+class DecodeLoad(NamedTuple):
+    """What a decode worker has to do, in requests and in tokens whose KV it holds or is about to."""
 
-    Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018): equal keys meet in one worker
-    until it is busier than its share.
+    num_requests: int
+    num_kv_tokens: int
+    max_kv_tokens: int  # 0: not known yet
+
+
+def most_room(loads: Mapping[str, DecodeLoad], num_tokens: int) -> str:
+    """The worker with the fewest requests among those that have room for the KV of `num_tokens` more.
+
+    Where none has, the one that lacks least. Ties go to the name that sorts first.
     """
-    bound = LOAD_BOUND * (sum(loads.values()) + weight) / len(loads)
-    order = rendezvous_order(key, list(loads))
-    return next((name for name in order if loads[name] + weight <= bound), min(order, key=lambda name: loads[name]))
 
+    def missing(load: DecodeLoad) -> int:
+        return max(load.num_kv_tokens + num_tokens - load.max_kv_tokens, 0) if load.max_kv_tokens else 0
 
-def least_loaded(loads: Mapping[str, float]) -> str:
-    """Ties go to the name that sorts first."""
-    return min(sorted(loads), key=lambda name: loads[name])
+    return min(sorted(loads), key=lambda name: (missing(loads[name]), loads[name].num_requests))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from triptych.clock import Clock
 from triptych.errors import ConfigError, NoCapacityError
+from triptych.router.policy import DecodeLoad
 from triptych.types import Heartbeat, Load, Stage, WorkerAddress, WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class RegisteredWorker:
         self.suspect = ""  # why the last probe failed
         self.num_inflight_requests = 0
         self.num_inflight_tokens = 0  # of prompts whose first token has not come
+        self.num_kv_tokens = 0  # prompts and outputs of the requests in flight
         self.num_inflight_items = 0
         self.num_inflight_embeds = 0
 
@@ -54,6 +56,10 @@ class RegisteredWorker:
         return self.load.prompt_token_s or SECONDS_A_PROMPT_TOKEN
 
     @property
+    def decode_load(self) -> DecodeLoad:
+        return DecodeLoad(self.num_inflight_requests, self.num_kv_tokens, self.load.max_kv_tokens)
+
+    @property
     def state(self) -> str:
         if self.draining:
             return "draining"
@@ -69,7 +75,7 @@ class Registry:
         heartbeat_ttl_s: float,
         clock: Clock,
         on_lost: Callable[[WorkerAddress], None],
-        on_joined: Callable[[], None] = lambda: None,
+        on_joined: Callable[[RegisteredWorker], None] = lambda worker: None,
     ) -> None:
         self._version_hash = version_hash
         self._heartbeat_ttl_s = heartbeat_ttl_s
@@ -96,9 +102,9 @@ class Registry:
         if known is not None and known.address.epoch != info.address.epoch:
             self._lose(known, "it was restarted")
         if info.address.name not in self._workers:
-            self._workers[info.address.name] = RegisteredWorker(info, self._clock.now())
+            worker = self._workers[info.address.name] = RegisteredWorker(info, self._clock.now())
             logger.info("worker=%s epoch=%s joined: %s", info.address.name, info.address.epoch, ", ".join(info.stages))
-            self._on_joined()
+            self._on_joined(worker)
 
     def _check_kv_layout(self, info: WorkerInfo) -> None:
         """KV moves as whole blocks: what is inside must be alike."""

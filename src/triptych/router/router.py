@@ -29,8 +29,9 @@ from triptych.router.media import MediaReader
 from triptych.router.output import RequestOutput
 from triptych.router.parts import RouterParts
 from triptych.router.plan import make_plan
+from triptych.router.prefix_index import PrefixIndex
 from triptych.router.prompts import bound_output, lay_out
-from triptych.router.registry import Registry
+from triptych.router.registry import RegisteredWorker, Registry
 from triptych.types import Event, Finished, MediaItem, Prompt, Request, Stage, Usage, WorkerAddress
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,10 @@ class Router:
             self._worker_joined,
         )
         self.encodes = EncodeQueue(self.registry, config.encode.order, config.encode.window_embeds)
-        self._parts = RouterParts(config.router, self.registry, self.encodes, mailbox, metrics, self._clock)
+        self.prefixes = PrefixIndex(config.engine.block_size)
+        self._parts = RouterParts(
+            config.router, self.registry, self.encodes, self.prefixes, mailbox, metrics, self._clock
+        )
         self._probes = Probes(self.registry, mailbox, config.router)
         self.num_running = 0
         self.closing = False  # admission is over; what runs may end
@@ -105,7 +109,7 @@ class Router:
             with marks.plan():
                 prompt = lay_out(self._builder, request, media, self.max_model_len)
                 request = bound_output(request, prompt, self.max_model_len)
-                plan = make_plan(prompt, request.cache_salt, self.registry, request.session_id)
+                plan = make_plan(prompt, request.cache_salt, self.registry, self.prefixes, request.session_id)
             choices = [self._choice(index, request, prompt, media, marks) for index in range(request.n)]
             async with aclosing(run_side_by_side(choices, plan)) as events:
                 async for event in events:
@@ -172,6 +176,8 @@ class Router:
         if isinstance(body, messages.StepOutput):
             for output in body.outputs:
                 self._deliver(envelope.sender, output)
+        elif isinstance(body, messages.BlocksChanged):
+            self.prefixes.changed(envelope.epoch, body)
         elif isinstance(body, messages.Probed):
             self._probes.answered(envelope.sender, body)
         elif isinstance(body, messages.RequestMessage):
@@ -182,8 +188,10 @@ class Router:
         if attempt is not None:
             attempt.deliver(FromWorker(sender, message))
 
-    def _worker_joined(self) -> None:
+    def _worker_joined(self, worker: RegisteredWorker) -> None:
         self._joined.set()
+        if Stage.PREFILL in worker.info.stages:
+            self._mailbox.send(worker.address, messages.ListBlocks())
         self.encodes.pump()
 
     def _worker_lost(self, address: WorkerAddress) -> None:
@@ -191,6 +199,7 @@ class Router:
         for worker in self.registry.workers():
             self._mailbox.send(worker.address, messages.PeerLost(address.name, address.epoch))
         self._probes.lost(address)
+        self.prefixes.forget(address.epoch)
         for attempt in self._attempts.values():
             attempt.deliver(Lost(address))
 

@@ -24,6 +24,7 @@ from triptych.messages import (
     KVPublished,
     KVRefused,
     LeaseReleased,
+    ListBlocks,
     Prefill,
     Refusal,
     Refused,
@@ -77,6 +78,7 @@ class LanguageStage:
         }
         if self._prefill:
             routes[FetchKV] = self._prefill.fetch_kv
+            routes[ListBlocks] = self._prefill.list_blocks
         if self._decode:
             routes[KVPublished] = self._decode.kv_published
             routes[KVRefused] = self._decode.kv_refused
@@ -197,6 +199,7 @@ class LanguageStage:
             num_waiting_tokens=sum(r.num_tokens_to_compute for r in [*waiting, *running] if not r.kv_from_elsewhere),
             num_free_blocks=pool.num_free,
             num_total_blocks=pool.num_blocks,
+            max_kv_tokens=self._engine.max_kv_tokens,
             prompt_token_s=scheduler.step_times.prompt_token_s,
         )
 

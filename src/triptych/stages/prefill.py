@@ -10,7 +10,17 @@ from triptych.clock import Clock
 from triptych.engine.engine import Engine, StepResult
 from triptych.engine.request_state import RequestKey, RequestState
 from triptych.handoff.kv import KVProducer
-from triptych.messages import Accepted, FetchKV, KVPublished, KVRefused, Prefill, Refusal, Refused
+from triptych.messages import (
+    Accepted,
+    BlocksChanged,
+    FetchKV,
+    KVPublished,
+    KVRefused,
+    ListBlocks,
+    Prefill,
+    Refusal,
+    Refused,
+)
 from triptych.stages.base import Mail
 from triptych.stages.requests import RequestFactory
 from triptych.types import WorkerAddress
@@ -78,6 +88,17 @@ class PrefillStage:
         for request in result.advanced:
             if request.key in self._exports:
                 self._publish(self._exports[request.key])
+        if result.num_prompt_tokens:
+            self._tell_of_blocks()
+
+    def list_blocks(self, message: ListBlocks) -> None:
+        self._mail.to_router(BlocksChanged(self._engine.pool.cached_hashes(), [], is_all=True))
+
+    def _tell_of_blocks(self) -> None:
+        """At the end of a step over prompts, whose blocks the next request may share; the rest can wait for a tick."""
+        stored, removed = self._engine.pool.take_changes()
+        if stored or removed:
+            self._mail.to_router(BlocksChanged(stored, removed))
 
     def _publish(self, export: _Export) -> None:
         """Lease what is computed and not yet published, once the prompt is sure to be finished.
@@ -116,6 +137,7 @@ class PrefillStage:
 
     def tick(self) -> None:
         """Free KV that no decode worker came for."""
+        self._tell_of_blocks()
         now = self._clock.now()
         for key, export in list(self._exports.items()):
             if export.held_blocks and now - export.held_since_s > self._ttl_s:
