@@ -61,18 +61,30 @@ class Bench:
     def _demand(self, request: RequestState, mm_hashes: list[str]) -> None:
         self.demands.append((request.key.request_id, mm_hashes))
 
-    def run(self, *requests: RequestState, max_steps: int = 50) -> None:
-        """Submit and step until every request has finished."""
+    def run(self, *requests: RequestState, embeddings: dict[str, int] | None = None, max_steps: int = 50) -> None:
+        """Submit and step until every request has finished. `embeddings` arrive at once, by their lengths."""
         for request in requests:
             self.engine.submit(request)
+        for mm_hash, length in (embeddings or {}).items():
+            self.engine.add_embedding(mm_hash, embedding(length))
         for _ in range(max_steps):
             if not len(self.engine.scheduler):
                 return
-            for request, _, reason in self.engine.step().sampled:
-                if reason is not None:
-                    self.engine.end(request, reason)
-            self.engine.check()
+            self.step()
         raise AssertionError("the requests do not end")
+
+    def run_until(self, request: RequestState, max_steps: int = 50) -> None:
+        for _ in range(max_steps):
+            if request.status is Status.FINISHED:
+                return
+            self.step()
+        raise AssertionError("the request does not end")
+
+    def step(self) -> None:
+        for request, _, reason in self.engine.step().sampled:
+            if reason is not None:
+                self.engine.end(request, reason)
+        self.engine.check()
 
     def assert_empty(self) -> None:
         self.engine.check()
@@ -309,6 +321,56 @@ def test_embeddings_beyond_the_capacity_are_evicted_when_nobody_needs_them() -> 
     bench.engine.cancel(make_request("a", [1]).key)
     assert "x" not in bench.engine.embeddings
     assert "y" in bench.engine.embeddings
+
+
+# -- what the answer to a prompt relied on -----------------------------------------------------------------------------
+
+
+def warm(bench: Bench) -> RequestState:
+    """Image x is computed and cached in blocks; a request whose image y is not here waits with nothing but these."""
+    bench.run(warmed := image_prompt("warm", before=0, length=8, after=1), embeddings={"x": 8})
+    assert warmed.finish_reason is FinishReason.STOP
+    tokens = [IMAGE_TOKEN] * 16
+    waiting = make_request("waits", tokens, [item("x", 0, 8), item("y", 8, 8)], sampling=SamplingParams(max_tokens=1))
+    assert bench.engine.submit(waiting) == (8, ["y"])
+    bench.engine.embeddings.evict_one()
+    assert "x" not in bench.engine.embeddings
+    return waiting
+
+
+def test_blocks_that_the_answer_relied_on_stay_while_others_need_blocks() -> None:
+    bench = Bench(EOS, *[WORD] * 10, num_blocks=8, cache_bytes=1 << 10)
+    waiting = warm(bench)
+    other = make_request("other", distinct_tokens(3, 16), sampling=SamplingParams(max_tokens=8))
+    bench.engine.submit(other)
+    bench.run_until(other)
+    assert waiting.num_cached_tokens == 0  # it has not begun
+    bench.engine.add_embedding("y", embedding(8))
+    bench.run()
+    assert (waiting.num_cached_tokens, bench.demands) == (8, [])
+    bench.assert_empty()
+
+
+def test_under_pressure_they_give_way_and_the_item_is_asked_for() -> None:
+    bench = Bench(EOS, *[WORD] * 10, num_blocks=6, cache_bytes=1 << 10)
+    waiting = warm(bench)
+    other = make_request("other", distinct_tokens(3, 16), sampling=SamplingParams(max_tokens=8))
+    bench.engine.submit(other)
+    bench.run_until(other)
+    assert bench.engine.scheduler.num_preemptions == 0
+    bench.engine.add_embedding("y", embedding(8))
+    bench.engine.step()
+    assert bench.demands == [("waits", ["x"])]
+    bench.engine.add_embedding("x", embedding(8))
+    bench.run()
+    assert waiting.finish_reason is FinishReason.LENGTH
+    bench.assert_empty()
+
+
+def test_a_request_that_is_cancelled_while_it_waits_lets_its_blocks_go() -> None:
+    bench = Bench(EOS, num_blocks=8, cache_bytes=1 << 10)
+    bench.engine.cancel(warm(bench).key)
+    bench.assert_empty()
 
 
 # -- KV from elsewhere -------------------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ class RequestState:
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
         self.block_table: list[int] = []
+        self.pinned_blocks: list[int] = []  # cached ones that it found when it came, kept while it waits
         self.num_committed_blocks = 0
         self.is_reserved = False  # has all it needs to finish its prompt, and is not preempted before that
         self.num_computed_tokens = 0

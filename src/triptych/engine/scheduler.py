@@ -83,6 +83,9 @@ class Scheduler:
         request.arrival = self._num_arrivals
         request.prompt_tokens_before = self._num_prompt_tokens
         self._waiting[request.key] = request
+        if not request.kv_from_elsewhere:  # the items that its cached blocks cover are not asked for
+            request.pinned_blocks = self._cached_blocks(request)
+            self._pool.acquire(request.pinned_blocks)
 
     def get(self, key: RequestKey) -> RequestState | None:
         return self._running.get(key) or self._waiting.get(key)
@@ -170,9 +173,11 @@ class Scheduler:
         """Move a waiting request to the running ones with blocks for its first `num_tokens` tokens."""
         cached = self._cached_blocks(request)
         num_new = self._num_blocks(num_tokens) - len(cached)
-        if num_new > self._pool.num_free_without(cached):
-            return False
+        while num_new > self._pool.num_free_without(cached):
+            if not self._unpin_last(but=request):
+                return False
         self._pool.acquire(cached)
+        self._unpin(request)
         request.block_table = cached + self._pool.allocate(num_new)
         request.num_committed_blocks = len(cached)
         request.num_computed_tokens = len(cached) * self._config.block_size
@@ -188,6 +193,8 @@ class Scheduler:
         """Allocate the blocks that are missing for `num_tokens`, preempting later arrivals if it must be."""
         num_new = self._num_blocks(num_tokens) - len(request.block_table)
         while num_new > self._pool.num_free:
+            if self._unpin_last():
+                continue
             preemptable = (r for r in self._running.values() if self._may_preempt(r))
             victim = max(preemptable, key=lambda r: r.arrival, default=None)
             if victim is None or (victim is request and len(self._running) == 1):
@@ -199,6 +206,21 @@ class Scheduler:
         if num_new > 0:
             request.block_table += self._pool.allocate(num_new)
         return True
+
+    def _unpin_last(self, but: RequestState | None = None) -> bool:
+        """Let others have the cached blocks of the waiting request that would be the last to use them.
+
+        What it loses so it computes again, and asks for the items that lie there.
+        """
+        pinning = (r for r in self._waiting.values() if r.pinned_blocks and r is not but)
+        last = max(pinning, key=self._urgency, default=None)
+        if last is not None:
+            self._unpin(last)
+        return last is not None
+
+    def _unpin(self, request: RequestState) -> None:
+        self._pool.release(request.pinned_blocks)
+        request.pinned_blocks = []
 
     def _may_preempt(self, request: RequestState) -> bool:
         return not request.is_reserved and request.status is not Status.WAITING_FOR_KV
@@ -212,8 +234,9 @@ class Scheduler:
         if request.is_reserved or request.key not in self._running:
             return request.is_reserved
         num_new = self._num_blocks(len(request.token_ids)) - len(request.block_table)
-        if num_new > self._pool.num_free:
-            return False
+        while num_new > self._pool.num_free:
+            if not self._unpin_last():
+                return False
         request.block_table += self._pool.allocate(max(num_new, 0))
         request.is_reserved = True
         return True
@@ -262,6 +285,7 @@ class Scheduler:
         self._waiting.pop(request.key, None)
 
     def _free_blocks(self, request: RequestState) -> None:
+        self._unpin(request)
         self._pool.release(request.block_table)
         request.block_table = []
         request.num_committed_blocks = 0
