@@ -68,6 +68,14 @@ class EncodeConfig(Section, frozen=True):
         Literal["smallest", "arrival"],
         doc("which request's items are encoded first; smallest: the one with the least left, with ageing"),
     ] = "smallest"
+    demand: Annotated[
+        Literal["needed", "eager"],
+        doc("which items are encoded; needed: what prefill lacks; eager: all at once, to measure what that costs"),
+    ] = "needed"
+    encode_on: Annotated[
+        Literal["any", "dedicated", "colocated"],
+        doc("who encodes; any: whoever would finish first; dedicated: workers without prefill; colocated: with it"),
+    ] = "any"
     window_embeds: Annotated[
         PositiveInt, doc("embeds that an encode worker has been given and not finished, beyond two items")
     ] = 128
@@ -83,6 +91,12 @@ class EngineConfig(Section, frozen=True):
     decode_stall_s: Annotated[
         Seconds, doc("time for which prompt tokens may hold up the next token of requests that decode in the same step")
     ] = 0.035
+    overlap_encode: Annotated[
+        bool, doc("begin a prompt before all its embeddings are here; off to measure what that gains")
+    ] = True
+    overlap_kv: Annotated[
+        bool, doc("hand KV blocks on while later tokens of the prompt are computed; off to measure what that gains")
+    ] = True
     max_num_seqs: Annotated[PositiveInt, doc("requests in one step")] = 32
     prefix_caching: Annotated[bool, doc("reuse KV blocks of equal prefixes")] = True
     embedding_cache_bytes: Annotated[Count, doc("memory for received embeddings on a prefill worker")] = 256 << 20
@@ -100,7 +114,13 @@ class HandoffConfig(Section, frozen=True):
 
 class RouterConfig(Section, frozen=True):
     max_num_requests: Annotated[PositiveInt, doc("requests admitted at once; one more is answered 503 at once")] = 256
-    deadline_s: Annotated[Seconds, doc("time for one request, from its arrival to its last token")] = 600.0
+    max_backlog_s: Annotated[
+        Seconds,
+        doc("predicted time until new work would be begun, beyond which a request is answered 503 at once"),
+    ] = 60.0
+    deadline_s: Annotated[
+        Seconds, doc("time for one request, from its arrival to its last token; a request may ask for less")
+    ] = 600.0
     max_attempts: Annotated[
         PositiveInt, doc("attempts at one request, the first included, and at encoding one of its items")
     ] = 3

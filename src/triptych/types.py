@@ -218,6 +218,7 @@ class Request(msgspec.Struct, frozen=True):
     template_kwargs: dict[str, object] = {}
     cache_salt: str = ""
     priority: int = 0  # lower is sooner
+    deadline_s: float | None = None  # from arrival to the last token; None: the server's
     n: int = 1
     prompt: str | list[int] | None = None  # instead of `messages`: text or tokens that no template touches
     add_special_tokens: bool | None = None  # whether the tokenizer adds its own; None: as the template wants it

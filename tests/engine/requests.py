@@ -63,9 +63,13 @@ class Drive:
         max_num_batched_tokens: int = 64,
         max_num_seqs: int = 32,
         prefix_caching: bool = True,
+        overlap_encode: bool = True,
     ) -> None:
         self.config = EngineConfig(
-            block_size=BLOCK_SIZE, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
+            block_size=BLOCK_SIZE,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            overlap_encode=overlap_encode,
         )
         self.clock = ManualClock()
         self.pool = KVBlockPool(num_blocks + 1, prefix_caching)

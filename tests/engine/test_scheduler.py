@@ -129,6 +129,15 @@ def test_a_request_whose_first_token_is_blocked_holds_no_block() -> None:
     assert drive.pool.num_free == drive.pool.num_blocks
 
 
+def test_without_overlap_a_prompt_waits_for_all_its_embeddings() -> None:
+    drive = Drive(overlap_encode=False)
+    drive.add(with_image("a", 4, 6, 3, "x"))
+    assert drive.step() == {}
+    assert drive.demands == [("a", 0)]
+    drive.land("x")
+    assert drive.step() == {"a": 13}
+
+
 def test_a_missing_embedding_is_demanded_once() -> None:
     drive = Drive()
     drive.add(with_image("a", 2, 6, 3, "x"))

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.router.workers import D, E, P, Told, info
-from triptych.router.encode_queue import EncodeJob, EncodeQueue, Order
+from triptych.config import EncodeConfig
+from triptych.router.encode_queue import EncodeJob, EncodeQueue
 from triptych.router.registry import RegisteredWorker
 from triptych.types import Stage
 
@@ -18,9 +19,9 @@ from triptych.types import Stage
 class Drive:
     """A queue over workers that are told by hand when they are done; `given` is (request, item, worker) in order."""
 
-    def __init__(self, *workers: tuple[str, list[Stage]], order: Order = "smallest", window_embeds: int = 100) -> None:
+    def __init__(self, *workers: tuple[str, list[Stage]], window_embeds: int = 100, **config: Any) -> None:
         self.told = Told(*(info(name, stages) for name, stages in workers))
-        self.queue = EncodeQueue(self.told.registry, order, window_embeds)
+        self.queue = EncodeQueue(self.told.registry, EncodeConfig(window_embeds=window_embeds, **config))
         self.given: list[tuple[str, str, str]] = []
         self.open: dict[tuple[str, str], RegisteredWorker] = {}
 
@@ -200,7 +201,7 @@ events = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(events=events, order=st.sampled_from(["smallest", "arrival"]))
 def test_whatever_happens_every_demand_is_given_out_once_and_nothing_is_left(
-    events: list[tuple[str, int, int]], order: Order
+    events: list[tuple[str, int, int]], order: str
 ) -> None:
     drive = Drive(("e0", [E]), ("e1", [E]), ("epd", [E, P, D]), order=order)
     demanded: list[tuple[str, str]] = []
@@ -239,3 +240,24 @@ def test_equal_items_meet_in_one_worker_even_after_a_restart_of_the_router(count
         drive.demand("r", "the item")
         chosen.add(drive.given[0][2])
     assert len(chosen) == 1
+
+
+@pytest.mark.parametrize(("placement", "chosen"), [("dedicated", {"e0", "e1"}), ("colocated", {"epd0"})])
+def test_a_fixed_placement_uses_workers_of_one_kind(placement: str, chosen: set[str]) -> None:
+    drive = Drive(("e0", [E]), ("e1", [E]), ("epd0", [E, P, D]), encode_on=placement)
+    drive.demand("r", *"abcdefgh")
+    drive.run()
+    assert {worker for _, _, worker in drive.given} == chosen
+
+
+def test_a_fixed_placement_without_such_workers_uses_those_that_are_there() -> None:
+    drive = Drive(("epd0", [E, P, D]), encode_on="dedicated")
+    drive.demand("r", "a")
+    assert drive.given == [("r", "a", "epd0")]
+
+
+def test_the_backlog_is_the_time_until_a_new_item_would_be_begun() -> None:
+    drive = Drive(("e0", [E]), ("e1", [E]))
+    assert drive.queue.backlog_s() == 0.0
+    drive.demand("r", "a", "b", "c", "d", "e", "f", embeds=100)  # two each are given out, 2 ms an embed
+    assert drive.queue.backlog_s() == pytest.approx(0.4 + 0.2)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.router.conftest import World, answer, settle, total
 from triptych import messages
-from triptych.config import RouterConfig
+from triptych.config import EncodeConfig, RouterConfig
 from triptych.engine.engine import Engine
 from triptych.errors import (
     BadRequestError,
@@ -26,7 +26,7 @@ from triptych.errors import (
 from triptych.router.attempt import FromWorker
 from triptych.router.encode_queue import EncodeQueue
 from triptych.testing import Cluster, FakeTower, LocalWorker
-from triptych.types import Event, Finished, FinishReason, Request, Stage, TextDelta
+from triptych.types import Event, Finished, FinishReason, Load, Request, Stage, TextDelta
 
 PLACEMENTS = ["EPD", "1E/1PD", "2E/1P/1D"]
 
@@ -163,6 +163,24 @@ async def test_one_request_too_many_is_a_503_and_the_next_is_taken(world: World)
         assert (await answer(cluster, world.request("c"))).token_ids
 
 
+async def test_a_backlog_beyond_the_limit_is_a_503_that_says_when_to_come_back(world: World) -> None:
+    async with world.cluster("1E/2P/1D", RouterConfig(max_backlog_s=10.0)) as cluster:
+        prefill = cluster.router.registry.live(Stage.PREFILL)
+        for worker, num_tokens in zip(prefill, (20_000, 30_000), strict=True):
+            worker.load = Load(prompt_token_s=0.001)
+            worker.num_inflight_tokens = num_tokens
+        with pytest.raises(OverloadedError) as caught:
+            await answer(cluster, world.request("r", [0]))
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 10)
+        assert not cluster.network.num_sent["Prefill"]
+        prefill[1].num_inflight_tokens = 9_000  # one that is free soon is enough
+        cluster.router.admit()
+        with pytest.raises(OverloadedError, match="limit is 5 s"):
+            cluster.router.admit(deadline_s=5)
+        for worker in prefill:
+            worker.num_inflight_tokens = 0
+
+
 @pytest.mark.parametrize(("placement", "stage"), [("1E/1P", Stage.DECODE), ("1E/1D", Stage.PREFILL)])
 async def test_a_deployment_that_lacks_a_stage_is_a_503_that_names_it(
     world: World, placement: str, stage: Stage
@@ -180,6 +198,14 @@ async def test_while_shutting_down_nothing_is_admitted(world: World) -> None:
         cluster.router.closing = True
         error, _ = await refusal(cluster, world.request("r"))
         assert error.status == 503
+
+
+async def test_a_request_may_ask_for_less_time_than_the_server_gives(world: World) -> None:
+    async with world.cluster("EPD") as cluster:
+        request = msgspec.structs.replace(world.request("r", max_tokens=1200), deadline_s=0.05)
+        error, _ = await refusal(cluster, request)
+        assert isinstance(error, DeadlineExceededError)
+        await settle(cluster)
 
 
 async def test_the_deadline_ends_a_request(world: World) -> None:
@@ -257,7 +283,7 @@ async def test_many_cold_requests_for_one_image_encode_it_once(world: World) -> 
 async def test_an_encode_worker_has_room_again_when_the_consumer_holds_the_item(world: World) -> None:
     """Its own `ItemEncoded` may come later, or here never."""
     async with world.cluster("1E/1PD") as cluster:
-        cluster.router.encodes = EncodeQueue(cluster.router.registry, "smallest", window_embeds=1)
+        cluster.router.encodes = EncodeQueue(cluster.router.registry, EncodeConfig(window_embeds=1))
         post = cluster.network.post
 
         def but_item_encoded(epoch: str, body: messages.Body, sender: str, sender_epoch: str) -> None:
@@ -268,6 +294,15 @@ async def test_an_encode_worker_has_room_again_when_the_consumer_holds_the_item(
         got = await answer(cluster, world.request("r", [0, 1, 2]))
         assert got.token_ids == world.expected(cluster, [0, 1, 2])
         await settle(cluster)
+
+
+async def test_eager_encoding_encodes_what_nobody_needs(world: World) -> None:
+    async with world.cluster("1E/1PD") as cluster:
+        cluster.router._parts = cluster.router._parts._replace(eager_encode=True)
+        for name in ("a", "b"):
+            assert (await answer(cluster, world.request(name, [0, 1]))).token_ids == world.expected(cluster, [0, 1])
+        await settle(cluster)
+        assert cluster.network.num_sent["EncodeItems"] == 4  # needed alone: 2
 
 
 async def test_images_that_the_prefix_cache_covers_are_not_encoded_again(world: World) -> None:

@@ -214,6 +214,7 @@ class LanguageNode(Node):
         num_blocks: int = 40,
         max_num_batched_tokens: int = 64,
         embedding_cache_bytes: int = 1 << 20,
+        overlap: bool = True,
     ) -> None:
         layout = KVLayout(num_blocks + 1, 1, 1, BLOCK_SIZE, 1, torch.float32)
         super().__init__(name, layout.num_bytes + 4096, clock)
@@ -232,7 +233,7 @@ class LanguageNode(Node):
         prefill = decode = None
         if Stage.PREFILL in stages:
             kv = KVProducer(memory, self.leases, self.address)
-            prefill = PrefillStage(self.engine, requests, kv, self.mail, clock, TTL_S)
+            prefill = PrefillStage(self.engine, requests, kv, self.mail, clock, TTL_S, overlap=overlap)
         if Stage.DECODE in stages:
             decode = DecodeStage(self.engine, requests, memory, self.address, self.mail, clock)
         self.stage = LanguageStage(

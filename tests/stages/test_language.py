@@ -273,6 +273,17 @@ def test_kv_goes_out_chunk_by_chunk_and_the_last_carries_the_first_token(p: Lang
     assert p.stage.num_live() == 0
 
 
+def test_without_overlap_kv_goes_out_at_the_end(clock: ManualClock) -> None:
+    node = LanguageNode("p", [Stage.PREFILL], clock, max_num_batched_tokens=8, overlap=False)
+    node.receive(prefill("r", PROMPT, decode_elsewhere=True))
+    node.receive(fetch())
+    steps(node, 2)
+    assert published(node) == []
+    steps(node, 1)
+    assert published(node) == [(0, 5, 18, True)]
+    node.close()
+
+
 def test_a_consumer_that_comes_late_gets_all_at_once(p: LanguageNode) -> None:
     p.receive(prefill("r", PROMPT, decode_elsewhere=True))
     steps(p, 4)

@@ -142,7 +142,7 @@ class Scheduler:
             if not self._has_embedding(item.mm_hash):
                 if item.mm_hash not in request.demanded:
                     self._demand(request, num_computed_tokens)
-                ready = max(item.placeholder.offset - num_computed_tokens, 0)
+                ready = max(item.placeholder.offset - num_computed_tokens, 0) if self._config.overlap_encode else 0
                 if ready == 0 and request.status is not Status.WAITING_FOR_EMBEDDINGS:
                     request.set_status(Status.WAITING_FOR_EMBEDDINGS, self._clock.now(), item.mm_hash)
                 return ready

@@ -74,6 +74,7 @@ class Attempt:
         self._clock = parts.clock
         self._deadline_s = deadline_s
         self._max_encodes = parts.config.max_attempts
+        self._eager = parts.eager_encode
         self._inbox: asyncio.Queue[FromWorker | Lost] = asyncio.Queue()
         self._failures: dict[str, list[str]] = {}  # by item: the encode workers that failed it
         self._open: dict[str, _OpenItem] = {}
@@ -185,8 +186,12 @@ class Attempt:
     # -- encoding ------------------------------------------------------------------------------------------------------
 
     def _demand_new_items(self) -> None:
-        """What no worker ever encoded, nobody can hold: it need not wait for the prefill worker's answer."""
-        self._demand([mm_hash for mm_hash in self._media if self._encodes.is_new(mm_hash)], self.plan.prefill)
+        """What no worker ever encoded, nobody can hold: it need not wait for the prefill worker's answer.
+
+        All of them where that is to be measured (`encode.demand`).
+        """
+        is_wanted = (lambda mm_hash: True) if self._eager else self._encodes.is_new
+        self._demand([mm_hash for mm_hash in self._media if is_wanted(mm_hash)], self.plan.prefill)
 
     def _demand(self, mm_hashes: Iterable[str], consumer: RegisteredWorker) -> None:
         for mm_hash in mm_hashes:

@@ -54,7 +54,8 @@ class Choice:
         self._marks = marks
         self._attempts = attempts
         self._joined = joined
-        self._deadline_s = marks.arrived_s + parts.config.deadline_s
+        limit_s = parts.config.deadline_s if request.deadline_s is None else request.deadline_s
+        self._deadline_s = marks.arrived_s + min(limit_s, parts.config.deadline_s)
 
     async def run(self, plan: Plan) -> AsyncGenerator[Event, None]:
         """`Started` from the first choice, then what its tokens give, then `ChoiceFinished`."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from triptych.config import EncodeConfig
 from triptych.router.policy import rendezvous_order
 from triptych.router.registry import RegisteredWorker, Registry
 from triptych.types import Stage
 
-Order = Literal["smallest", "arrival"]
 AttemptKey = tuple[str, int]  # request_id, attempt
 
 MIN_WINDOW_ITEMS = 2  # a worker has its next item at hand when one is done
@@ -58,10 +58,9 @@ class _Running:
 
 
 class EncodeQueue:
-    def __init__(self, registry: Registry, order: Order, window_embeds: int) -> None:
+    def __init__(self, registry: Registry, config: EncodeConfig) -> None:
         self._registry = registry
-        self._order = order
-        self._window_embeds = window_embeds
+        self._config = config
         self._waiting: OrderedDict[AttemptKey, _Waiting] = OrderedDict()
         self._running: dict[str, _Running] = {}
         self._homes: OrderedDict[str, str] = OrderedDict()  # epoch of the worker that encoded an item last
@@ -134,7 +133,7 @@ class EncodeQueue:
         before it there. It is given out if that worker has room; else it waits, and later items may overtake it only
         to other workers. A worker that hosts prefill too counts its prompts, so it helps when the others are behind.
         """
-        workers = self._registry.live(Stage.ENCODE)
+        workers = self._workers()
         free_s = {worker.name: self._backlog_s(worker) for worker in workers}
         full = {worker.name for worker in workers if self._is_full(worker)}
         if len(full) == len(workers):
@@ -161,7 +160,7 @@ class EncodeQueue:
             passed = self._num_passed - waiting.passed_before
             return waiting.num_embeds - AGEING * passed, waiting.arrival
 
-        if self._order == "arrival":
+        if self._config.order == "arrival":
             requests = list(self._waiting.values())
         else:
             requests = sorted(self._waiting.values(), key=smallest)
@@ -209,7 +208,26 @@ class EncodeQueue:
         job.start(worker)
 
     def _is_full(self, worker: RegisteredWorker) -> bool:
-        return worker.num_inflight_items >= MIN_WINDOW_ITEMS and worker.num_inflight_embeds >= self._window_embeds
+        return (
+            worker.num_inflight_items >= MIN_WINDOW_ITEMS and worker.num_inflight_embeds >= self._config.window_embeds
+        )
+
+    def _workers(self) -> list[RegisteredWorker]:
+        """Those that may get an item that no worker has encoded."""
+        workers = self._registry.live(Stage.ENCODE)
+        if self._config.encode_on == "any":
+            return workers
+        colocated = self._config.encode_on == "colocated"
+        return [worker for worker in workers if (Stage.PREFILL in worker.info.stages) == colocated] or workers
+
+    def backlog_s(self) -> float:
+        """Predicted time until a new item would be begun, if what waits were spread evenly."""
+        workers = self._workers()
+        if not workers:
+            return 0.0
+        waiting_embeds = sum(waiting.num_embeds for waiting in self._waiting.values())
+        speed = sum(1 / worker.seconds_an_embed for worker in workers)  # embeds a second of all of them
+        return min(map(self._backlog_s, workers)) + waiting_embeds / speed
 
     def _backlog_s(self, worker: RegisteredWorker) -> float:
         prompts_s = worker.num_inflight_tokens * worker.seconds_a_prompt_token

@@ -21,3 +21,4 @@ class RouterParts(NamedTuple):
     mailbox: RouterMailbox
     metrics: Metrics
     clock: Clock
+    eager_encode: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -72,11 +73,12 @@ class Router:
             self._worker_lost,
             self._worker_joined,
         )
-        self.encodes = EncodeQueue(self.registry, config.encode.order, config.encode.window_embeds)
+        self.encodes = EncodeQueue(self.registry, config.encode)
         self.prefixes = PrefixIndex(config.engine.block_size)
         self._parts = RouterParts(
-            config.router, self.registry, self.encodes, self.prefixes, mailbox, metrics, self._clock
-        )
+            config.router, self.registry, self.encodes, self.prefixes, mailbox, metrics, self._clock,
+            eager_encode=config.encode.demand == "eager",
+        )  # fmt: skip
         self._probes = Probes(self.registry, mailbox, config.router)
         self.num_running = 0
         self.closing = False  # admission is over; what runs may end
@@ -103,7 +105,7 @@ class Router:
         self._metrics.request_started()
         self.num_running += 1
         try:
-            self._admit()
+            self.admit(self.num_running - 1, request.deadline_s)
             with marks.fetch():
                 media = await self._media.read(request)
             with marks.plan():
@@ -128,15 +130,26 @@ class Router:
             self._metrics.request_ended()
             marks.log()
 
-    def _admit(self) -> None:
-        """Before any work on media. Raises OverloadedError."""
+    def admit(self, num_others: int | None = None, deadline_s: float | None = None) -> None:
+        """Before any work on a request. Raises OverloadedError with the time after which to ask again."""
         if self.closing:
             raise OverloadedError("the server is shutting down")
         limit = self._config.router.max_num_requests
-        if self.num_running > limit:  # this one counts already
+        if (self.num_running if num_others is None else num_others) >= limit:
             raise OverloadedError(f"{limit} requests are in flight, the limit; ask again")
         for stage in (Stage.PREFILL, Stage.DECODE):
             self.registry.require(stage)
+        backlog_s, most_s = self.backlog_s(), self._config.router.max_backlog_s
+        most_s = most_s if deadline_s is None else min(most_s, deadline_s)
+        if backlog_s > most_s:
+            error = OverloadedError(f"{backlog_s:.0f} s of work wait, the limit is {most_s:g} s; ask again")
+            error.retry_after_s = math.ceil(backlog_s - most_s)
+            raise error
+
+    def backlog_s(self) -> float:
+        """Predicted time until a new request would be begun, by the stage that is furthest behind."""
+        prompts_s = (w.num_inflight_tokens * w.seconds_a_prompt_token for w in self.registry.live(Stage.PREFILL))
+        return max(min(prompts_s, default=0.0), self.encodes.backlog_s())
 
     def _choice(
         self, index: int, request: Request, prompt: Prompt, media: list[MediaItem], marks: RequestMarks

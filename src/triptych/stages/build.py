@@ -153,7 +153,9 @@ def build_language(
     prefill = decode = None
     if Stage.PREFILL in stages:
         kv = KVProducer(memory, parts.leases, parts.address)
-        prefill = PrefillStage(engine, requests, kv, parts.mail, parts.clock, config.handoff.lease_ttl_s)
+        prefill = PrefillStage(
+            engine, requests, kv, parts.mail, parts.clock, config.handoff.lease_ttl_s, overlap=config.engine.overlap_kv
+        )
     if Stage.DECODE in stages:
         decode = DecodeStage(engine, requests, memory, parts.address, parts.mail, parts.clock)
     return LanguageStage(

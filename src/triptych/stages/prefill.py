@@ -40,14 +40,24 @@ class _Export:
 
 class PrefillStage:
     def __init__(
-        self, engine: Engine, requests: RequestFactory, kv: KVProducer, mail: Mail, clock: Clock, ttl_s: float
+        self,
+        engine: Engine,
+        requests: RequestFactory,
+        kv: KVProducer,
+        mail: Mail,
+        clock: Clock,
+        ttl_s: float,
+        *,
+        overlap: bool = True,
     ) -> None:
+        """With `overlap` KV leaves while later tokens of its prompt are computed, else all at the end."""
         self._engine = engine
         self._requests = requests
         self._kv = kv
         self._mail = mail
         self._clock = clock
         self._ttl_s = ttl_s
+        self._overlap = overlap
         self._exports: dict[RequestKey, _Export] = {}
         self.counters: dict[str, float] = {"kv_transfer_blocks_sent_total": 0.0, "kv_transfer_bytes_sent_total": 0.0}
 
@@ -115,7 +125,7 @@ class PrefillStage:
         blocks = (export.held_blocks or request.block_table)[first:num_blocks]
         if not blocks and not is_last:
             return
-        if not is_last and not self._engine.reserve(request):
+        if not is_last and not (self._overlap and self._engine.reserve(request)):
             return  # the decode worker must not set blocks aside for what may never come
         pool = self._engine.pool
         pool.acquire(blocks)
