@@ -20,6 +20,7 @@ DEFINITIONS: dict[str, str] = {
     "tpot_s": "(e2e - ttft) / (output tokens - 1); undefined for fewer than two output tokens",
     "itl_s": "gaps between chunks that carry tokens, all requests pooled; tokens of one chunk have no gap of their own",
     "percentile": "linear interpolation between the two nearest ranks, as numpy's default",
+    "refusal_s": "end of an answer with status 429 or 503 minus the write of the request's first byte",
     "completed": "ended in order, with the number of output tokens that was asked for; all else is failed, by reason",
     "duration_s": "first write of the round to the last end of a stream",
     "output_tokens_per_s_per_device": "output tokens of completed requests / duration / devices",
@@ -34,6 +35,9 @@ DEFINITIONS: dict[str, str] = {
     "ready_s": "start of the process to the first 200 of the ready path",
     "first_answer_s": "start of the process to the end of its first one-token answer, asked for from ready on",
 }
+
+
+REFUSALS = ("http_429", "http_503")
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +86,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: Distribution | None
     itl_s: Distribution | None
     e2e_s: Distribution | None
+    refusal_s: Distribution | None
     ttft_s_by_kind: dict[str, Distribution]
     e2e_s_by_kind: dict[str, Distribution]
     late_s: float  # the client's worst delay behind its schedule
@@ -191,6 +196,7 @@ def summarize(
         tpot_s=distribution(map(tpot_s, done)),
         itl_s=distribution(gap for record in done for gap in itl_s(record)),
         e2e_s=distribution(map(e2e_s, done)),
+        refusal_s=distribution(e2e_s(record) for record in records if record.failure in REFUSALS),
         ttft_s_by_kind={kind: spread for kind, of in kinds.items() if (spread := distribution(map(ttft_s, of)))},
         e2e_s_by_kind={kind: spread for kind, of in kinds.items() if (spread := distribution(map(e2e_s, of)))},
         late_s=max(record.sent_s - record.due_s for record in records),
