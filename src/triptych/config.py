@@ -76,6 +76,9 @@ class EncodeConfig(Section, frozen=True):
         Literal["any", "dedicated", "colocated"],
         doc("who encodes; any: whoever would finish first; dedicated: workers without prefill; colocated: with it"),
     ] = "any"
+    fan_out: Annotated[
+        bool, doc("spread the images of one request over encode workers; off to measure what that gains")
+    ] = True
     window_embeds: Annotated[
         PositiveInt, doc("embeds that an encode worker has been given and not finished, beyond two items")
     ] = 128

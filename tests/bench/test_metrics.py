@@ -103,7 +103,8 @@ def test_a_round() -> None:
     assert (found.num_completed, found.num_failed) == (2, 2)
     assert found.failures == {"cut": 1, "http_503": 1}
     assert found.refusal_s is not None
-    assert (found.refusal_s.num, found.refusal_s.max) == (1, pytest.approx(0.2))
+    assert found.refusal_s.num == 1
+    assert found.refusal_s.max == pytest.approx(0.2)
     assert (found.num_images, found.num_prompt_tokens, found.num_output_tokens) == (2, 200, 6)
     assert found.tokens_per_chunk == 6 / 5
     assert found.ttft_s is not None

@@ -261,3 +261,13 @@ def test_the_backlog_is_the_time_until_a_new_item_would_be_begun() -> None:
     assert drive.queue.backlog_s() == 0.0
     drive.demand("r", "a", "b", "c", "d", "e", "f", embeds=100)  # two each are given out, 2 ms an embed
     assert drive.queue.backlog_s() == pytest.approx(0.4 + 0.2)
+
+
+def test_without_fan_out_the_items_of_a_request_go_to_one_worker() -> None:
+    drive = Drive(("e0", [E]), ("e1", [E]), fan_out=False)
+    drive.demand("r", "a", "b", "c", "d")
+    drive.demand("s", "e", "f")
+    drive.run()
+    workers = {request: {w for r, _, w in drive.given if r == request} for request in ("r", "s")}
+    assert len(workers["r"]) == len(workers["s"]) == 1
+    assert workers["r"] != workers["s"]

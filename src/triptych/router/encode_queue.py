@@ -171,6 +171,8 @@ class EncodeQueue:
         self, job: EncodeJob, workers: Sequence[RegisteredWorker], free_s: dict[str, float]
     ) -> RegisteredWorker:
         allowed = [worker for worker in workers if worker.name not in job.avoid] or workers
+        if not self._config.fan_out:
+            allowed = [worker for worker in allowed if worker is self._at_work_for(job.key)] or allowed
         rank = {name: i for i, name in enumerate(rendezvous_order(job.mm_hash, [w.name for w in allowed]))}
 
         def finish(worker: RegisteredWorker) -> tuple[float, bool, int]:
@@ -178,6 +180,9 @@ class EncodeQueue:
             return finish_s, worker.name != job.consumer, rank[worker.name]
 
         return min(allowed, key=finish)
+
+    def _at_work_for(self, key: AttemptKey) -> RegisteredWorker | None:
+        return next((running.worker for running in self._running.values() if key in running.keys), None)
 
     def _same_items(self, mm_hash: str) -> list[EncodeJob]:
         """Take the item out of the other attempts' queues too: one forward serves all."""
