@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from triptych import messages
 from triptych.clock import Clock, MonotonicClock
 from triptych.config import Config
-from triptych.engine.batch import SequenceChunk
+from triptych.engine.batch import SequenceChunk, StepLogits
+from triptych.engine.logprobs import score
 from triptych.engine.runner import ModelRunner
 from triptych.handoff.leases import Leases
 from triptych.models.registry import ModelSpec
@@ -149,13 +150,20 @@ class FakeRunner:
         self._vocab = vocab
         self.num_forwards = 0
 
-    def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+    def forward(self, chunks: Sequence[SequenceChunk]) -> StepLogits:
         self.num_forwards += 1
-        logits = [self._run(chunk) for chunk in chunks]
-        sampling = [row for row, chunk in zip(logits, chunks, strict=True) if chunk.sample]
-        return torch.stack(sampling) if sampling else torch.empty((0, self._vocab))
+        contexts = [self._write(chunk) for chunk in chunks]
+        sampling = [self._logits(c) for c, chunk in zip(contexts, chunks, strict=True) if chunk.sample]
+        scores = []
+        for context, chunk in zip(contexts, chunks, strict=True):
+            if chunk.scoring is not None:
+                token_ids, num_top = chunk.scoring
+                ends = range(chunk.first_position + 1, chunk.first_position + 1 + len(token_ids))
+                scores.append(score(torch.stack([self._logits(context[:end]) for end in ends]), token_ids, num_top))
+        return StepLogits(torch.stack(sampling) if sampling else torch.empty((0, self._vocab)), scores)
 
-    def _run(self, chunk: SequenceChunk) -> torch.Tensor:
+    def _write(self, chunk: SequenceChunk) -> list[float]:
+        """The numbers of the sequence up to the chunk's end, as the KV has them."""
         numbers = torch.tensor(chunk.token_ids, dtype=torch.float32)
         for offset, rows in chunk.embeddings:
             numbers[offset : offset + len(rows)] = rows[:, 0].float()
@@ -163,10 +171,12 @@ class FakeRunner:
         for i, number in enumerate(numbers.tolist(), chunk.first_position):
             self._kv[chunk.block_table[i // block_size], i % block_size] = number
         end = chunk.first_position + len(chunk.token_ids)
-        context = self._kv[chunk.block_table].reshape(-1)[:end]
-        return torch.nn.functional.one_hot(
-            torch.tensor(_next_token(context.tolist(), self._vocab)), self._vocab
-        ).float()
+        context: list[float] = self._kv[chunk.block_table].reshape(-1)[:end].tolist()
+        return context
+
+    def _logits(self, context: Sequence[float]) -> torch.Tensor:
+        next_token = torch.tensor(_next_token(context, self._vocab))
+        return torch.nn.functional.one_hot(next_token, self._vocab).float()
 
 
 def fake_feature(patches: NDArray[np.float32]) -> float:

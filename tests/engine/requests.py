@@ -30,6 +30,7 @@ def make_request(
     cache_salt: str = "",
     num_output_tokens: int = 0,
     kv_from_elsewhere: bool = False,
+    priority: int = 0,
     block_size: int = BLOCK_SIZE,
     now: float = 0.0,
 ) -> RequestState:
@@ -44,6 +45,7 @@ def make_request(
         cache_salt=cache_salt,
         block_size=block_size,
         now=now,
+        priority=priority,
         kv_from_elsewhere=kv_from_elsewhere,
     )
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from triptych.engine.batch import EmbeddingSlice, SequenceChunk, StepBatch
+from triptych.engine.batch import EmbeddingSlice, ScoredRows, Scoring, SequenceChunk, StepBatch
 
 
 def _chunk(
@@ -44,6 +44,16 @@ def test_decode_rows_come_first_and_samples_keep_their_order() -> None:
     assert [row for row, _ in batch.embeddings] == [2, 5]
 
 
+def test_scored_rows_are_found_among_the_packed_ones() -> None:
+    scoring = [Scoring([8, 9, 7], 2), Scoring([5, 6], 0)]
+    chunks = [_chunk(3, 0, [1]), _chunk(1, 2, [2]), _chunk(4, 0, [3], sample=False)]
+    batch = StepBatch.pack(
+        [chunks[0]._replace(scoring=scoring[0]), chunks[1], chunks[2]._replace(scoring=scoring[1])], 4
+    )
+    assert batch.scored == [ScoredRows(1, scoring[0]), ScoredRows(4, scoring[1])]
+    assert StepBatch.pack(chunks, 4).scored == []
+
+
 def test_blocks_beyond_the_step_are_not_looked_at() -> None:
     batch = StepBatch.pack([_chunk(3, 2, [9, 8, 7, 6])], block_size=4)
     assert batch.sequences[0].blocks.tolist() == [9, 8]
@@ -57,6 +67,7 @@ def test_blocks_beyond_the_step_are_not_looked_at() -> None:
         ([_chunk(4, 1, [1])], "1 blocks of 4 for 5 tokens"),
         ([_chunk(3, 0, [1])._replace(positions=np.zeros((3, 2), dtype=np.int64))], "positions of shape"),
         ([_chunk(3, 0, [1], embeddings=[EmbeddingSlice(2, torch.zeros(2, 8))])], "2 embedding rows at 2"),
+        ([_chunk(2, 0, [1])._replace(scoring=Scoring([1, 2, 3], 0))], "3 tokens to score"),
     ],
 )
 def test_contradictions_are_refused(chunks: list[SequenceChunk], message: str) -> None:

@@ -10,10 +10,11 @@ import torch
 from tests.engine.requests import BLOCK_SIZE, IMAGE_TOKEN, distinct_tokens, item, make_request
 from triptych.clock import ManualClock
 from triptych.config import EngineConfig
-from triptych.engine.batch import SequenceChunk
+from triptych.engine.batch import Drawn, SampleRow, SequenceChunk, StepLogits
 from triptych.engine.engine import Engine
 from triptych.engine.kv_blocks import KVBlockPool
 from triptych.engine.request_state import RequestState, Status
+from triptych.messages import Logprobs
 from triptych.types import FinishReason, PromptItem, SamplingParams
 
 EOS = 2
@@ -25,9 +26,10 @@ class RecordingRunner:
     def __init__(self) -> None:
         self.steps: list[list[SequenceChunk]] = []
 
-    def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+    def forward(self, chunks: Sequence[SequenceChunk]) -> StepLogits:
         self.steps.append(list(chunks))
-        return torch.zeros(sum(chunk.sample for chunk in chunks), 10)
+        scores = [[Logprobs([t], [0.0], 1) for t in chunk.scoring.token_ids] for chunk in chunks if chunk.scoring]
+        return StepLogits(torch.zeros(sum(chunk.sample for chunk in chunks), 10), scores)
 
 
 class Bench:
@@ -42,6 +44,7 @@ class Bench:
         max_num_batched_tokens: int = 64,
     ) -> None:
         self.tokens = list(tokens)
+        self.rows: list[SampleRow] = []
         self.runner = RecordingRunner()
         self.demands: list[tuple[str, list[str]]] = []
         config = EngineConfig(
@@ -54,9 +57,10 @@ class Bench:
             config, self.runner, self._sample, self.pool, [EOS], max_model_len, ManualClock(), self._demand
         )
 
-    def _sample(self, logits: torch.Tensor, sampling: list[SamplingParams], num_output: list[int]) -> list[int]:
-        assert len(logits) == len(sampling) == len(num_output)
-        return [self.tokens.pop(0) if self.tokens else WORD for _ in sampling]
+    def _sample(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[Drawn]:
+        assert len(logits) == len(rows)
+        self.rows += [row._replace(token_ids=list(row.token_ids)) for row in rows]
+        return [Drawn(self.tokens.pop(0) if self.tokens else WORD) for _ in rows]
 
     def _demand(self, request: RequestState, mm_hashes: list[str]) -> None:
         self.demands.append((request.key.request_id, mm_hashes))
@@ -81,7 +85,7 @@ class Bench:
         raise AssertionError("the request does not end")
 
     def step(self) -> None:
-        for request, _, reason in self.engine.step().sampled:
+        for request, _, reason, _ in self.engine.step().sampled:
             if reason is not None:
                 self.engine.end(request, reason)
         self.engine.check()
@@ -288,7 +292,7 @@ def test_a_preempted_request_whose_embedding_was_evicted_demands_it_once() -> No
     assert bench.engine.submit(second)[1] == ["x"]
     bench.engine.add_embedding("x", embedding(6))
     for _ in range(8):
-        for request, _, reason in bench.engine.step().sampled:
+        for request, _, reason, _ in bench.engine.step().sampled:
             if reason is not None:
                 bench.engine.end(request, reason)
     assert first.finish_reason is FinishReason.LENGTH
@@ -371,6 +375,91 @@ def test_a_request_that_is_cancelled_while_it_waits_lets_its_blocks_go() -> None
     bench = Bench(EOS, num_blocks=8, cache_bytes=1 << 10)
     bench.engine.cancel(warm(bench).key)
     bench.assert_empty()
+
+
+# -- what is sampled from, and scored ----------------------------------------------------------------------------------
+
+SCORED = SamplingParams(max_tokens=3, num_prompt_logprobs=2)
+
+
+def scored_tokens(bench: Bench) -> list[list[int]]:
+    return [chunk.scoring.token_ids if chunk.scoring else [] for step in bench.runner.steps for chunk in step]
+
+
+def test_the_sampler_is_given_parameters_prompt_and_output() -> None:
+    bench = Bench()
+    request = make_request("a", [11, 12, 13], sampling=SCORED)
+    bench.run(request)
+    assert bench.rows == [SampleRow(SCORED, [11, 12, 13, *[WORD] * k], 3) for k in range(3)]
+    assert [row.num_output_tokens for row in bench.rows] == [0, 1, 2]
+
+
+def test_each_token_of_the_prompt_but_the_first_is_scored_once_whatever_the_chunks() -> None:
+    prompt = distinct_tokens(0, 11)
+    bench = Bench(max_num_batched_tokens=4)
+    request = make_request("a", prompt, sampling=SCORED)
+    bench.run(request)
+    assert scored_tokens(bench) == [prompt[1:5], prompt[5:9], prompt[9:], [], []]
+    assert [entry.token_ids for entry in request.prompt_logprobs] == [[token] for token in prompt[1:]]
+    assert bench.runner.steps[0][0].scoring is not None
+    assert bench.runner.steps[0][0].scoring.num_top == 2
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
+    bench = Bench()
+    request = make_request("a", [11], sampling=SCORED)
+    bench.run(request)
+    assert (request.prompt_logprobs, scored_tokens(bench)) == ([], [[], [], []])
+
+
+def test_a_prompt_that_is_scored_is_computed_though_it_is_cached_and_needs_its_embeddings() -> None:
+    bench = Bench(EOS, cache_bytes=0)
+    bench.engine.submit(image_prompt("a", after=7))
+    bench.engine.add_embedding("x", embedding(4))
+    bench.run()
+    again = image_prompt("b", after=7)
+    scored = make_request("b", again.token_ids, again.items, sampling=SCORED)
+    assert bench.engine.scheduler.num_cached_tokens(again) == 12
+    assert bench.engine.submit(scored) == (0, ["x"])
+    bench.engine.add_embedding("x", embedding(4))
+    bench.run()
+    assert [entry.token_ids[0] for entry in scored.prompt_logprobs] == scored.token_ids[1:13]
+    assert scored.num_cached_tokens == 0
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize("num_blocks", [6, 7])
+def test_scores_survive_preemption(num_blocks: int) -> None:
+    """A decoding request takes the blocks of one that is within its prompt."""
+    bench = Bench(num_blocks=num_blocks, max_num_batched_tokens=6)
+    first = make_request("first", distinct_tokens(3, 5), sampling=SamplingParams(max_tokens=17))
+    prompt = distinct_tokens(4, 17)
+    scored = make_request("scored", prompt, sampling=SCORED)
+    bench.engine.submit(first)
+    bench.engine.step()
+    bench.run(scored, max_steps=100)
+    assert bench.engine.scheduler.num_preemptions > 0
+    assert [entry.token_ids for entry in scored.prompt_logprobs] == [[token] for token in prompt[1:]]
+    tokens = [token for scored_here in scored_tokens(bench) for token in scored_here]
+    assert set(tokens) == set(prompt[1:])
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_what_goes_on_here_scores_no_prompt(elsewhere: bool) -> None:
+    """Its first token was sent already, and the scores with it."""
+    bench = Bench()
+    if elsewhere:
+        request = make_request("a", distinct_tokens(0, 6), sampling=SCORED, kv_from_elsewhere=True)
+        bench.engine.submit(request)
+        bench.engine.step()
+        bench.engine.kv_arrived(request, 6, WORD)
+        bench.run()
+    else:
+        request = make_request("a", distinct_tokens(0, 6), sampling=SCORED, num_output_tokens=1)
+        bench.run(request)
+    assert request.num_output_tokens == 3
+    assert not any(scored_tokens(bench))
 
 
 # -- KV from elsewhere -------------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from PIL import Image
 
 from tests.kernels import why_no_kernels
 from triptych.config import ModelConfig
-from triptych.engine.batch import EmbeddingSlice, SequenceChunk
+from triptych.engine.batch import EmbeddingSlice, Scoring, SequenceChunk
 from triptych.engine.runner import ModelRunner
 from triptych.errors import EngineError
 from triptych.kernels import library
+from triptych.messages import Logprobs
 from triptych.models.registry import ModelSpec, open_model
 from triptych.models.vision import VisionRunner
 from triptych.testing_checkpoints import FamilyName, make_checkpoint
@@ -141,7 +142,7 @@ def test_chunks_of_any_size_then_decode(model: Model, chunk_size: int, pack_line
     start = 0
     while start < total:
         end = min(start + chunk_size, total - NUM_DECODED) if start < total - NUM_DECODED else start + 1
-        _assert_close(runner.forward([sequence.chunk(start, end)])[0], sequence.expected[end - 1])
+        _assert_close(runner.forward([sequence.chunk(start, end)]).logits[0], sequence.expected[end - 1])
         start = end
 
 
@@ -154,12 +155,12 @@ def test_chunks_and_batches_change_no_bit_of_the_kernels_logits(model: Model, dt
     sequences = [s._replace(embeddings=[e.to(dtype) for e in s.embeddings]) for s in model.sequences]
     kv = torch.zeros((NUM_BLOCKS, *spec.kv_block_shape(model.block_size)), dtype=dtype)
     runner = ModelRunner.load(spec, kv)
-    whole = [runner.forward([s.chunk(0, len(s.token_ids))])[0] for s in sequences]
+    whole = [runner.forward([s.chunk(0, len(s.token_ids))]).logits[0] for s in sequences]
     for step in (1, 7, 40):
         kv.zero_()
         for start in range(0, max(len(s.token_ids) for s in sequences), step):
             going = [s for s in sequences if start < len(s.token_ids)]
-            logits = runner.forward([s.chunk(start, min(start + step, len(s.token_ids))) for s in going])
+            logits = runner.forward([s.chunk(start, min(start + step, len(s.token_ids))) for s in going]).logits
             for row, sequence in zip(logits, going, strict=True):
                 if start + step >= len(sequence.token_ids):
                     assert torch.equal(row, whole[next(i for i, s in enumerate(sequences) if s is sequence)])
@@ -183,23 +184,66 @@ def test_mixed_batches(model: Model, seed: int) -> None:
                 if chunks[-1].sample:
                     expected.append(sequence.expected[end - 1])
         if chunks:
-            logits = runner.forward(chunks)
+            logits = runner.forward(chunks).logits
             assert logits.shape == (len(expected), model.spec.family.text.vocab)
             if expected:
                 _assert_close(logits, torch.stack(expected))
+
+
+def _scored(sequence: Sequence, chunk: SequenceChunk, num_top: int = 3) -> SequenceChunk:
+    start = chunk.first_position
+    return chunk._replace(scoring=Scoring(sequence.token_ids[start + 1 : start + 1 + len(chunk.token_ids)], num_top))
+
+
+@pytest.mark.parametrize("chunk_size", [7, 50, 1000])
+def test_scores_of_a_prompt_with_images(model: Model, chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other requests, a few rows of logits at a time."""
+    monkeypatch.setattr("triptych.engine.runner.SCORED_ROWS", 16)
+    runner, sequence, other = model.runner(), model.sequences[0], model.sequences[2]
+    num_tokens = len(sequence.token_ids)
+    scores: list[Logprobs] = []
+    for start in range(0, num_tokens, chunk_size):
+        end = min(start + chunk_size, num_tokens)
+        beside = other.chunk(0, min(20, len(other.token_ids)))
+        output = runner.forward([beside, _scored(sequence, sequence.chunk(start, end))])
+        _assert_close(output.logits, torch.stack([other.expected[19], sequence.expected[end - 1]]))
+        assert len(output.scores) == 1
+        scores += output.scores[0]
+    expected = torch.log_softmax(sequence.expected, -1)
+    assert [entry.token_ids[0] for entry in scores] == sequence.token_ids[1:]
+    for row, entry in zip(expected, scores, strict=False):
+        _assert_close(torch.tensor(entry.logprobs), row[entry.token_ids])
+        _assert_close(torch.tensor(entry.logprobs[1:]), row.topk(3).values)
+        assert abs(entry.rank - 1 - int((row > row[entry.token_ids[0]]).sum())) <= 1
+
+
+def test_chunks_change_no_bit_of_the_kernels_scores(model: Model) -> None:
+    if model.spec.kernels != "native":
+        pytest.skip("torch's kernels differ with the number of rows")
+    runner, sequence = model.runner(), model.sequences[0]
+    end = len(sequence.token_ids)
+    (whole,) = runner.forward([_scored(sequence, sequence.chunk(0, end, sample=False))]).scores
+    for step in (1, 9, 64):
+        scores = []
+        for start in range(0, end, step):
+            chunk = sequence.chunk(start, min(start + step, end))
+            scores += runner.forward([_scored(sequence, chunk)]).scores[0]
+        assert scores == whole
+    unscored = runner.forward([sequence.chunk(0, end)]).logits
+    assert torch.equal(runner.forward([_scored(sequence, sequence.chunk(0, end))]).logits, unscored)
 
 
 def test_embeddings_and_deepstack_reach_the_logits(model: Model) -> None:
     """Without deepstack's rows, or with another image's, the logits are others."""
     runner, sequence = model.runner(), model.sequences[2]
     end, hidden = len(sequence.token_ids), model.spec.family.text.hidden
-    _assert_close(runner.forward([sequence.chunk(0, end)])[0], sequence.expected[-1])
+    _assert_close(runner.forward([sequence.chunk(0, end)]).logits[0], sequence.expected[-1])
     changed = [embedding.clone() for embedding in sequence.embeddings]
     if model.spec.family.vision.num_deepstack:
         changed[0][:, hidden:] = 0
     else:
         changed[0][:] = changed[0].flip(0)
-    logits = runner.forward([sequence._replace(embeddings=changed).chunk(0, end)])[0]
+    logits = runner.forward([sequence._replace(embeddings=changed).chunk(0, end)]).logits[0]
     assert (logits - sequence.expected[-1]).abs().max() > 0.05
 
 
@@ -207,12 +251,12 @@ def test_kv_of_an_earlier_request_does_not_matter(model: Model) -> None:
     runner, (first, second) = model.runner(), model.sequences[:2]
     reused = second._replace(blocks=first.blocks)
     runner.forward([first.chunk(0, len(first.token_ids))])
-    logits = runner.forward([reused.chunk(0, len(reused.token_ids))])
+    logits = runner.forward([reused.chunk(0, len(reused.token_ids))]).logits
     _assert_close(logits[0], second.expected[-1])
 
 
 def test_no_row_samples(model: Model) -> None:
-    logits = model.runner().forward([model.sequences[1].chunk(0, 4, sample=False)])
+    logits = model.runner().forward([model.sequences[1].chunk(0, 4, sample=False)]).logits
     assert logits.shape == (0, model.spec.family.text.vocab)
     assert logits.dtype == torch.float32
 

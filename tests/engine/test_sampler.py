@@ -1,5 +1,7 @@
 """Sampling against a plain reference that sorts everything, and that a draw depends on its own request alone."""
 
+from collections.abc import Collection
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from triptych.engine import sampler
-from triptych.engine.sampler import sample, uniforms
+from triptych.engine.batch import SampleRow
+from triptych.engine.sampler import uniforms
 from triptych.types import SamplingParams
 
 FILTERS: list[dict[str, float]] = [
@@ -19,6 +22,17 @@ FILTERS: list[dict[str, float]] = [
     {"min_p": 0.1},
     {"min_p": 0.05, "top_p": 0.8, "top_k": 20, "temperature": 1.3},
 ]
+
+
+def sample(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    num_output_tokens: list[int],
+    eos_token_ids: Collection[int] = (),
+) -> list[int]:
+    """Token ids alone, of rows whose output is as long as is said."""
+    rows = [SampleRow(p, [0] * n, 0) for p, n in zip(params, num_output_tokens, strict=True)]
+    return [drawn.token_id for drawn in sampler.sample(logits, rows, eos_token_ids)]
 
 
 def _params(**filters: float) -> SamplingParams:

@@ -11,8 +11,8 @@ from triptych.engine.request_state import RequestState, Status
 from triptych.types import FinishReason
 
 
-def text(name: str, num_tokens: int) -> RequestState:
-    return make_request(name, distinct_tokens(ord(name[0]), num_tokens))
+def text(name: str, num_tokens: int, priority: int = 0) -> RequestState:
+    return make_request(name, distinct_tokens(ord(name[0]), num_tokens), priority=priority)
 
 
 # -- budget and order --------------------------------------------------------------------------------------------------
@@ -84,6 +84,45 @@ def test_a_finished_request_frees_all_its_blocks() -> None:
     drive.step(finish_at=1)
     assert len(drive.scheduler) == 0
     assert drive.pool.num_free == drive.pool.num_blocks
+
+
+# -- priority ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lower_priority_goes_first_then_the_shorter_prompt() -> None:
+    drive = Drive(max_num_batched_tokens=10)
+    drive.add(text("a", 4, priority=1), text("b", 10), text("c", 8, priority=-5), text("d", 6))
+    assert [drive.step() for _ in range(4)] == [
+        {"c": 8, "d": 2},
+        {"c": 1, "d": 4, "b": 5},
+        {"c": 1, "d": 1, "b": 5, "a": 3},
+        {"c": 1, "d": 1, "b": 1, "a": 1},
+    ]
+
+
+def test_no_ageing_lifts_a_request_over_a_lower_priority() -> None:
+    drive = Drive(num_blocks=60, max_num_batched_tokens=8)
+    drive.add(text("z", 40, priority=1))
+    for name in "abcdefghijklmnopqrstuvwxy":
+        drive.add(text(name, 8))
+        assert "z" not in drive.step(finish_at=1)
+
+
+def test_the_highest_number_is_preempted_first_then_the_latest_arrival() -> None:
+    drive = Drive(num_blocks=8, prefix_caching=False)
+    drive.add(text("a", 8, priority=7), text("b", 8), text("c", 8), text("d", 8))
+    assert len(drive.step()) == 4
+    assert drive.step() == {"b": 1, "c": 1}  # each needs a third block: a has to give two, then d
+    assert drive.statuses() == {"a": Status.PREEMPTED, "b": Status.RUNNING, "c": Status.RUNNING, "d": Status.PREEMPTED}
+    assert [drive.scheduler.num_preemptions, drive.pool.num_free] == [2, 2]
+
+
+def test_a_request_does_not_preempt_one_of_a_lower_priority_for_itself() -> None:
+    drive = Drive(num_blocks=4, prefix_caching=False)
+    drive.add(text("a", 8, priority=1), text("b", 8))
+    drive.step()
+    assert drive.step() == {"b": 1}
+    assert drive.statuses() == {"a": Status.PREEMPTED, "b": Status.RUNNING}
 
 
 # -- embeddings --------------------------------------------------------------------------------------------------------
@@ -341,18 +380,20 @@ arrivals = st.tuples(
     st.sampled_from(["text", "image", "kv"]),
     st.integers(0, 2),  # which tokens: equal ones share a prefix
     st.integers(1, 8),  # output tokens
+    st.integers(-1, 1),  # priority
 )
+Arrival = tuple[int, int, str, int, int, int]
 
 
 class Crowd:
     """Requests that come and go; embeddings and KV land a step after they were asked for."""
 
-    def __init__(self, drive: Drive, wanted: list[tuple[int, int, str, int, int]]) -> None:
+    def __init__(self, drive: Drive, wanted: list[Arrival]) -> None:
         self.drive = drive
         self.coming = sorted(
             (
-                (step, self.request(k, num_tokens, kind, seed), output)
-                for k, (step, num_tokens, kind, seed, output) in enumerate(wanted)
+                (step, self.request(k, num_tokens, kind, seed, priority), output)
+                for k, (step, num_tokens, kind, seed, output, priority) in enumerate(wanted)
             ),
             key=lambda arrival: arrival[0],
         )
@@ -360,14 +401,14 @@ class Crowd:
         self.requests = [request for _, request, _ in self.coming]
         self.in_flight: list[RequestState] = []
 
-    def request(self, index: int, num_tokens: int, kind: str, seed: int) -> RequestState:
+    def request(self, index: int, num_tokens: int, kind: str, seed: int, priority: int) -> RequestState:
         tokens = distinct_tokens(seed, num_tokens)
         if kind != "image":
-            return make_request(f"{index}", tokens, kv_from_elsewhere=kind == "kv")
+            return make_request(f"{index}", tokens, priority=priority, kv_from_elsewhere=kind == "kv")
         offset = num_tokens // 3
         length = max(num_tokens // 2, 1)
         tokens[offset : offset + length] = [IMAGE_TOKEN] * length
-        return make_request(f"{index}", tokens[:num_tokens], [item(f"x{seed}", offset, length)])
+        return make_request(f"{index}", tokens[:num_tokens], [item(f"x{seed}", offset, length)], priority=priority)
 
     def turn(self, now: int) -> None:
         scheduler, drive = self.drive.scheduler, self.drive
@@ -406,7 +447,7 @@ class Crowd:
     caching=st.booleans(),
 )
 def test_whatever_comes_everybody_finishes(
-    wanted: list[tuple[int, int, str, int, int]], num_blocks: int, budget: int, max_num_seqs: int, caching: bool
+    wanted: list[Arrival], num_blocks: int, budget: int, max_num_seqs: int, caching: bool
 ) -> None:
     drive = Drive(
         num_blocks=num_blocks, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, prefix_caching=caching

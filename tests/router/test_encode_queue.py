@@ -29,10 +29,17 @@ class Drive:
         return next(worker for worker in self.told.registry.workers() if worker.name == name)
 
     def demand(
-        self, request: str, *items: str, embeds: int = 100, consumer: str = "", avoid: Sequence[str] = ()
+        self,
+        request: str,
+        *items: str,
+        embeds: int = 100,
+        consumer: str = "",
+        avoid: Sequence[str] = (),
+        priority: int = 0,
     ) -> None:
         for item in items:
-            self.queue.demand(EncodeJob((request, 0), item, embeds, consumer, avoid, self._start(request, item)))
+            start = self._start(request, item)
+            self.queue.demand(EncodeJob((request, 0), item, embeds, consumer, avoid, start, priority))
 
     def _start(self, request: str, item: str) -> Any:
         def start(worker: RegisteredWorker) -> None:
@@ -87,6 +94,16 @@ def test_by_arrival_nobody_overtakes() -> None:
     drive.demand("large", *(f"l{k}" for k in range(6)))
     drive.demand("small", "s0", "s1")
     assert drive.run()[-2:] == ["s0", "s1"]
+
+
+@pytest.mark.parametrize("order", ["smallest", "arrival"])
+def test_a_lower_priority_goes_first(order: str) -> None:
+    drive = Drive(("e0", [E]), order=order)
+    drive.demand("first", "x", "y")
+    drive.demand("later", "b0", priority=5)
+    drive.demand("sooner", *(f"a{k}" for k in range(6)), priority=-1)
+    drive.demand("usual", "u0")
+    assert drive.run()[2:] == [*(f"a{k}" for k in range(6)), "u0", "b0"]
 
 
 def test_a_large_request_is_not_passed_by_for_ever() -> None:
@@ -210,7 +227,7 @@ def test_whatever_happens_every_demand_is_given_out_once_and_nothing_is_left(
         request, item = f"r{request_number}", f"i{item_number}"
         if kind == "demand" and request not in cancelled and (request, item) not in demanded:
             demanded.append((request, item))
-            drive.demand(request, item, embeds=10 + 60 * item_number)
+            drive.demand(request, item, embeds=10 + 60 * item_number, priority=request_number % 3 - 1)
         elif kind == "cancel":
             cancelled.add(request)
             drive.queue.cancel((request, 0))

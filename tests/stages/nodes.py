@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from triptych.clock import ManualClock
 from triptych.config import EngineConfig
-from triptych.engine.batch import SequenceChunk
+from triptych.engine.batch import Drawn, SampleRow, SequenceChunk, StepLogits
 from triptych.engine.engine import Engine
 from triptych.engine.kv_blocks import KVBlockPool
 from triptych.engine.request_state import RequestState
@@ -198,7 +198,7 @@ class FailingRunner:
         self.error: Exception | None = None
         self._runner = runner
 
-    def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+    def forward(self, chunks: Sequence[SequenceChunk]) -> StepLogits:
         if self.error is not None:
             raise self.error
         return self._runner.forward(chunks)
@@ -266,9 +266,8 @@ class LanguageNode(Node):
         super().close()
 
 
-def _greedy(logits: torch.Tensor, sampling: list[SamplingParams], num_output_tokens: list[int]) -> list[int]:
-    tokens: list[int] = logits.argmax(-1).tolist()
-    return tokens
+def _greedy(logits: torch.Tensor, rows: list[SampleRow]) -> list[Drawn]:
+    return [Drawn(token) for token in logits.argmax(-1).tolist()]
 
 
 def _positions(token_ids: list[int], items: list[PromptItem]) -> tuple[NDArray[np.int64], int]:

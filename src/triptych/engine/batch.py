@@ -1,6 +1,7 @@
 """What one step computes, as plain data and as packed rows: decode rows first, then chunks of prompts.
 
-The engine makes `SequenceChunk`s, `engine/runner.py` packs them. numpy only: the engine needs no torch.
+The engine makes `SequenceChunk`s for `engine/runner.py`, which packs them, and `SampleRow`s for `engine/sampler.py`.
+numpy only: the engine needs no torch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from triptych.messages import Logprobs
+from triptych.types import SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +29,13 @@ class EmbeddingSlice(NamedTuple):
     rows: torch.Tensor  # [k, hidden * (1 + deepstack layers)]
 
 
+class Scoring(NamedTuple):
+    """What is wanted at a chunk's first rows: log-probabilities of these tokens, one a row, and of the likeliest."""
+
+    token_ids: list[int]
+    num_top: int
+
+
 class SequenceChunk(NamedTuple):
     """The tokens of one sequence that a step computes: one when it decodes, several of a prompt."""
 
@@ -34,6 +45,39 @@ class SequenceChunk(NamedTuple):
     block_table: list[int]  # KV blocks of the sequence, with room for these tokens
     embeddings: list[EmbeddingSlice]
     sample: bool  # whether the last token's logits are wanted
+    scoring: Scoring | None = None
+
+
+class StepLogits(NamedTuple):
+    """What a step leads to, in the order of its chunks."""
+
+    logits: torch.Tensor  # [chunks that sample, vocabulary], float32
+    scores: list[list[Logprobs]]  # of each chunk with `scoring`
+
+
+class SampleRow(NamedTuple):
+    """All that the next token of one request depends on, beside its logits."""
+
+    sampling: SamplingParams
+    token_ids: Sequence[int]  # prompt, then output
+    num_prompt_tokens: int
+    grammar_mask: NDArray[np.int32] | None = None  # a bit a token, from the lowest on: those that the grammar allows
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+class Drawn(NamedTuple):
+    token_id: int
+    logprobs: Logprobs | None = None  # where they were asked for
+
+
+class ScoredRows(NamedTuple):
+    """Packed rows from `first_row` on whose log-probabilities are wanted."""
+
+    first_row: int
+    scoring: Scoring
 
 
 class SequenceRows(NamedTuple):
@@ -59,6 +103,7 @@ class StepBatch:
     sequences: list[SequenceRows]
     embeddings: list[EmbeddingSlice]  # offsets are rows, ascending
     sample_rows: Ints  # [chunks that sample], in the order of the chunks
+    scored: list[ScoredRows]  # of each chunk with `scoring`, in the order of the chunks
 
     @classmethod
     def pack(cls, chunks: Sequence[SequenceChunk], block_size: int) -> StepBatch:
@@ -66,7 +111,8 @@ class StepBatch:
         if not chunks:
             raise ValueError("a step needs a chunk")
         order = sorted(range(len(chunks)), key=lambda i: len(chunks[i].token_ids) > 1)  # stable
-        sequences, slots, last_rows, row = [], [], {}, 0
+        sequences, slots, row = [], [], 0
+        rows_of: dict[int, SequenceRows] = {}
         embeddings: list[EmbeddingSlice] = []
         for index in order:
             chunk = chunks[index]
@@ -76,7 +122,7 @@ class StepBatch:
             slots.append(_slots(sequence, block_size))
             embeddings += [EmbeddingSlice(row + offset, rows) for offset, rows in sorted(chunk.embeddings, key=_offset)]
             row = sequence.end_row
-            last_rows[index] = row - 1
+            rows_of[index] = sequence
         packed = [chunks[index] for index in order]
         return cls(
             token_ids=np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in packed]),
@@ -84,7 +130,8 @@ class StepBatch:
             slots=np.concatenate(slots),
             sequences=sequences,
             embeddings=embeddings,
-            sample_rows=np.array([last_rows[i] for i, c in enumerate(chunks) if c.sample], dtype=np.int64),
+            sample_rows=np.array([rows_of[i].end_row - 1 for i, c in enumerate(chunks) if c.sample], dtype=np.int64),
+            scored=[ScoredRows(rows_of[i].first_row, c.scoring) for i, c in enumerate(chunks) if c.scoring],
         )
 
 
@@ -102,6 +149,8 @@ def _check(chunk: SequenceChunk, block_size: int) -> None:
         raise ValueError(
             f"{len(chunk.block_table)} blocks of {block_size} for {chunk.first_position + num_tokens} tokens"
         )
+    if chunk.scoring and len(chunk.scoring.token_ids) > num_tokens:
+        raise ValueError(f"{len(chunk.scoring.token_ids)} tokens to score in a chunk of {num_tokens}")
     for offset, rows in chunk.embeddings:
         if offset < 0 or offset + len(rows) > num_tokens:
             raise ValueError(f"{len(rows)} embedding rows at {offset} in a chunk of {num_tokens} tokens")

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from triptych.clock import Clock
 from triptych.config import EngineConfig
-from triptych.engine.batch import EmbeddingSlice, SequenceChunk
+from triptych.engine.batch import Drawn, EmbeddingSlice, SampleRow, SequenceChunk, StepLogits
 from triptych.engine.encoder_cache import EncoderCache
 from triptych.engine.kv_blocks import KVBlockPool
 from triptych.engine.request_state import RequestKey, RequestState, Status
 from triptych.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
-from triptych.types import FinishReason, SamplingParams
+from triptych.messages import Logprobs
+from triptych.types import FinishReason
 
 if TYPE_CHECKING:
     import torch
@@ -25,12 +26,10 @@ if TYPE_CHECKING:
 class Runner(Protocol):
     """Executes a step; `engine/runner.py` in a worker, `testing.FakeRunner` in tests of what is around it."""
 
-    def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
-        """Logits [sampling chunks, vocabulary] in float32, in the order of the chunks that sample."""
-        ...
+    def forward(self, chunks: Sequence[SequenceChunk]) -> StepLogits: ...
 
 
-Sampler = Callable[["torch.Tensor", list[SamplingParams], list[int]], list[int]]
+Sampler = Callable[["torch.Tensor", list[SampleRow]], list[Drawn]]
 
 
 class Sampled(NamedTuple):
@@ -39,6 +38,7 @@ class Sampled(NamedTuple):
     request: RequestState
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: Logprobs | None
 
 
 class StepResult(NamedTuple):
@@ -161,7 +161,7 @@ class Engine:
         step = self.scheduler.schedule()
         started_s = self._clock.now()
         try:
-            token_ids = self._execute(step) if step.chunks else []
+            drawn = self._execute(step) if step.chunks else []
         except (RuntimeError, ValueError, IndexError) as error:  # torch's own, out of memory among them
             raise StepError([chunk.request for chunk in step.chunks], step.admitted_for_kv, str(error)) from error
         num_prompt_tokens = step.num_prompt_tokens
@@ -169,17 +169,20 @@ class Engine:
             self.scheduler.step_took(step, self._clock.now() - started_s)
         return StepResult(
             [chunk.request for chunk in step.chunks],
-            self._advance(step, token_ids),
+            self._advance(step, drawn),
             step.admitted_for_kv,
             num_prompt_tokens,
         )
 
-    def _execute(self, step: ScheduledStep) -> list[int]:
-        logits = self._runner.forward([self._sequence_chunk(chunk) for chunk in step.chunks])
-        sampling = [chunk.request for chunk in step.chunks if chunk.samples]
-        if not sampling:
-            return []
-        return self._sampler(logits, [r.sampling for r in sampling], [r.num_output_tokens for r in sampling])
+    def _execute(self, step: ScheduledStep) -> list[Drawn]:
+        chunks = [self._sequence_chunk(chunk) for chunk in step.chunks]
+        output = self._runner.forward(chunks)
+        scores = iter(output.scores)
+        for chunk, (request, _, _) in zip(chunks, step.chunks, strict=True):
+            if chunk.scoring is not None:
+                request.add_scores(chunk.first_position, next(scores))
+        rows = [chunk.request.sample_row() for chunk in step.chunks if chunk.samples]
+        return self._sampler(output.logits, rows) if rows else []
 
     def _sequence_chunk(self, chunk: ScheduledChunk) -> SequenceChunk:
         request, start = chunk.request, chunk.request.num_computed_tokens
@@ -191,6 +194,7 @@ class Engine:
             block_table=request.block_table,
             embeddings=self._embedding_slices(request, start, end),
             sample=chunk.samples,
+            scoring=request.scoring(start, end),
         )
 
     def _embedding_slices(self, request: RequestState, start: int, end: int) -> list[EmbeddingSlice]:
@@ -207,15 +211,15 @@ class Engine:
             slices.append(EmbeddingSlice(first - start, rows))
         return slices
 
-    def _advance(self, step: ScheduledStep, token_ids: list[int]) -> list[Sampled]:
-        sampled, tokens = [], iter(token_ids)
+    def _advance(self, step: ScheduledStep, drawn: list[Drawn]) -> list[Sampled]:
+        sampled, tokens = [], iter(drawn)
         for request, num_tokens, samples in step.chunks:
             self.scheduler.advance(request, num_tokens)
             self._release_used_embeddings(request)
             if samples:
-                token_id = next(tokens)
+                token_id, logprobs = next(tokens)
                 request.token_ids.append(token_id)
-                sampled.append(Sampled(request, token_id, self._finish_reason(request, token_id)))
+                sampled.append(Sampled(request, token_id, self._finish_reason(request, token_id), logprobs))
         return sampled
 
     def _release_used_embeddings(self, request: RequestState) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.block_hash import BlockHash, extend_hashes
-from triptych.messages import PrefillTiming
+from triptych.engine.batch import SampleRow, Scoring
+from triptych.messages import Logprobs, PrefillTiming
 from triptych.types import FinishReason, PromptItem, SamplingParams
 
 
@@ -64,6 +65,7 @@ class RequestState:
         cache_salt: str,
         block_size: int,
         now: float,
+        priority: int = 0,
         decode_elsewhere: bool = False,
         kv_from_elsewhere: bool = False,
     ) -> None:
@@ -73,6 +75,7 @@ class RequestState:
         self.items = items
         self.sampling = sampling
         self.positions = positions
+        self.priority = priority  # lower is sooner
         self.decode_elsewhere = decode_elsewhere
         self.kv_from_elsewhere = kv_from_elsewhere
         self.status = Status.WAITING
@@ -87,6 +90,10 @@ class RequestState:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.demanded: set[str] = set()  # mm_hashes asked for and not yet here
+        self.prompt_logprobs: list[Logprobs] = []  # of the prompt's tokens but the first, as far as they are known
+        # A request that goes on here had them with its first token already.
+        wants_scores = sampling.num_prompt_logprobs is not None and not kv_from_elsewhere and not self.num_output_tokens
+        self._num_to_score = num_prompt_tokens - 1 if wants_scores else 0
         self._block_size = block_size
         self._cache_salt = cache_salt
         self._hashes: list[BlockHash] = []
@@ -107,6 +114,30 @@ class RequestState:
     def is_decoding(self) -> bool:
         """Only the token that was sampled last is left to compute."""
         return self.num_tokens_to_compute == 1 and self.num_output_tokens > 0
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Tokens that need not be computed here if their KV is cached.
+
+        The last one is sampled from; where log-probabilities of the prompt are wanted, each is scored from the one
+        before it.
+        """
+        num_scored = len(self.prompt_logprobs)
+        return num_scored if num_scored < self._num_to_score else len(self.token_ids) - 1
+
+    def scoring(self, start: int, end: int) -> Scoring | None:
+        """What to score from the rows of tokens `start` to `end`."""
+        num_top = self.sampling.num_prompt_logprobs
+        if num_top is None or len(self.prompt_logprobs) >= self._num_to_score:
+            return None
+        return Scoring(self.token_ids[start + 1 : min(end, self._num_to_score) + 1], num_top)
+
+    def add_scores(self, start: int, scores: list[Logprobs]) -> None:
+        """From the rows of tokens from `start` on. Those that a preempted request computes again are the same."""
+        self.prompt_logprobs[start:] = scores
+
+    def sample_row(self) -> SampleRow:
+        return SampleRow(self.sampling, self.token_ids, self.num_prompt_tokens)
 
     def block_hashes(self) -> list[BlockHash]:
         """Hashes of the full blocks of all tokens so far."""

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from triptych.engine.attention import NAME, StepAttention, register_attention
-from triptych.engine.batch import EmbeddingSlice, SequenceChunk, StepBatch
+from triptych.engine.batch import EmbeddingSlice, ScoredRows, SequenceChunk, StepBatch, StepLogits
 from triptych.engine.kv_blocks import SCRATCH_BLOCK
+from triptych.engine.logprobs import score
 from triptych.errors import ConfigError, EngineError
+from triptych.messages import Logprobs
 from triptych.models.family import Part
 from triptych.models.language import LanguageModel
 from triptych.models.native_language import NativeLanguage, QueryRows, StepRows, why_not_native
@@ -25,6 +27,8 @@ from triptych.models.weights import Progress, load_part, resolve_device, torch_d
 from triptych.types import WeightsReport
 
 logger = logging.getLogger(__name__)
+
+SCORED_ROWS = 64  # of a prompt, whose logits exist at a time
 
 
 class ModelRunner:
@@ -92,19 +96,35 @@ class ModelRunner:
         return "rows" if self._native is None else "tiles"
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
-        """Writes the KV of all chunks; logits float32 [chunks that sample, vocabulary], in the order of the chunks."""
+    def forward(self, chunks: Sequence[SequenceChunk]) -> StepLogits:
+        """Writes the KV of all chunks."""
         batch = StepBatch.pack(chunks, self._block_size)
         embeds = self._language.embed(self._tensor(batch.token_ids))
         deepstack = self._merge(embeds, batch.embeddings)
         if self._native is not None:
-            return self._native.forward(embeds, _step_rows(batch), deepstack)
-        step = StepAttention(self._kv, batch)
-        masks = self._deepstack_masks(len(embeds), deepstack)
-        hidden = self._language(embeds, self._tensor(batch.positions), step=step, **masks)
-        if not len(batch.sample_rows):
+            hidden = self._native.forward(embeds, _step_rows(batch), deepstack)
+            sampled = hidden[torch.from_numpy(batch.sample_rows)] if batch.scored else hidden
+        else:
+            step = StepAttention(self._kv, batch)
+            masks = self._deepstack_masks(len(embeds), deepstack)
+            hidden = self._language(embeds, self._tensor(batch.positions), step=step, **masks)
+            sampled = hidden[self._tensor(batch.sample_rows)]
+        return StepLogits(self._logits(sampled), [self._scores(hidden, rows) for rows in batch.scored])
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not len(hidden):
             return torch.empty((0, self._vocab), device=self._device)
-        return self._language.logits(hidden[self._tensor(batch.sample_rows)])
+        return (self._native or self._language).logits(hidden)
+
+    def _scores(self, hidden: torch.Tensor, rows: ScoredRows) -> list[Logprobs]:
+        """A slice of rows at a time: logits of a whole prompt would take a gigabyte."""
+        token_ids, num_top = rows.scoring
+        scores: list[Logprobs] = []
+        for start in range(0, len(token_ids), SCORED_ROWS):
+            tokens = token_ids[start : start + SCORED_ROWS]
+            first = rows.first_row + start
+            scores += score(self._logits(hidden[first : first + len(tokens)]), tokens, num_top)
+        return scores
 
     def _tensor(self, array: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -133,7 +153,7 @@ class ModelRunner:
     def probe(self) -> None:
         """A forward of one token in the scratch block. Raises EngineError if it is not finite."""
         chunk = SequenceChunk([0], 0, np.zeros((3, 1), dtype=np.int64), [SCRATCH_BLOCK], [], sample=True)
-        if not bool(self.forward([chunk]).isfinite().all()):
+        if not bool(self.forward([chunk]).logits.isfinite().all()):
             raise EngineError("the language model returned logits that are not finite")
 
 
@@ -165,5 +185,5 @@ def _step_rows(batch: StepBatch) -> StepRows:
         slots=batch.slots,
         block_table=np.concatenate([sequence.blocks for sequence in batch.sequences]),
         every=QueryRows(queries, None),
-        sampled=QueryRows(sampled, batch.sample_rows),
+        last=QueryRows(queries, None) if batch.scored else QueryRows(sampled, batch.sample_rows),
     )

@@ -1,7 +1,7 @@
 """Draws the next token of each row: greedy rows by argmax, the others by one uniform number and their own filters.
 
-Pure function of logits, parameters and the token's index, so a request draws the same tokens in any batch, on any
-worker, at any attempt. Called by `engine/engine.py` after each step. Never sorts the vocabulary in the common path.
+Pure function of a row's logits, parameters and tokens, so a request draws the same tokens in any batch, on any worker,
+at any attempt. Called by `engine/engine.py` after each step. Never sorts the vocabulary in the common path.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from triptych.engine.batch import Drawn, SampleRow
+from triptych.engine.logits import changed_logits, changes_logits
+from triptych.engine.logprobs import ranked, score
+from triptych.messages import Logprobs
 from triptych.types import SamplingParams
 
 MAX_CANDIDATES = 1024  # most tokens that are sorted, unless a row's top_k or top_p asks for more
@@ -38,52 +42,45 @@ def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 @torch.inference_mode()
-def sample(
-    logits: torch.Tensor,
-    params: Sequence[SamplingParams],
-    num_output_tokens: Sequence[int],
-    eos_token_ids: Collection[int] = (),
-) -> list[int]:
-    """One token id a row of `logits` [rows, vocabulary] float32, which is left as it is.
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Collection[int] = ()) -> list[Drawn]:
+    """One token a row of `logits` [rows, vocabulary] float32, which is left as it is.
 
-    Filters apply in vLLM's order: min_tokens, temperature, min_p, top_k, top_p. `num_output_tokens` counts the tokens
-    that each request has produced so far.
+    As in vLLM: log-probabilities are those of `logits`; what `logits.py` changes comes next, and decides greedy rows
+    too; then temperature, min_p, top_k and top_p filter what is drawn from.
     """
-    logits = _without_early_end(logits, params, num_output_tokens, eos_token_ids)
-    tokens = logits.argmax(-1).tolist()
-    drawing = [i for i, p in enumerate(params) if p.temperature > 0]
-    if not drawing:
-        return tokens
-    numbers = uniforms([params[i].seed for i in drawing], [num_output_tokens[i] for i in drawing])
-    groups: dict[int, list[int]] = {}
-    for place, i in enumerate(drawing):
-        groups.setdefault(_num_candidates(params[i], logits.shape[1]), []).append(place)
+    changed = {i: changed_logits(logits[i], row, eos_token_ids) for i, row in enumerate(rows) if changes_logits(row)}
+    tokens: dict[int, int] = {}
+    groups: dict[int | None, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(_num_candidates(row.sampling, logits.shape[1]), []).append(i)
     for num_candidates, places in groups.items():
-        rows = [drawing[place] for place in places]
-        drawn = _draw(logits[rows], [params[i] for i in rows], numbers[places], num_candidates)
-        for i, token in zip(rows, drawn, strict=True):
-            tokens[i] = token
-    return tokens
+        picked = _picked(logits, changed, places)
+        if num_candidates is None:
+            drawn = picked.argmax(-1).tolist()
+        else:
+            params = [rows[i].sampling for i in places]
+            numbers = uniforms([p.seed for p in params], [rows[i].num_output_tokens for i in places])
+            drawn = _draw(picked, params, numbers, num_candidates)
+        tokens.update(zip(places, drawn, strict=True))
+    return [Drawn(tokens[i], _logprobs(logits[i : i + 1], tokens[i], row)) for i, row in enumerate(rows)]
 
 
-def _without_early_end(
-    logits: torch.Tensor,
-    params: Sequence[SamplingParams],
-    num_output_tokens: Sequence[int],
-    eos_token_ids: Collection[int],
-) -> torch.Tensor:
-    early = [i for i, p in enumerate(params) if num_output_tokens[i] < p.min_tokens]
-    if not early:
-        return logits
-    logits = logits.clone()
-    for i in early:
-        ends = {*eos_token_ids, *params[i].stop_token_ids}
-        logits[i, [token for token in ends if 0 <= token < logits.shape[1]]] = -torch.inf
-    return logits
+def _picked(logits: torch.Tensor, changed: dict[int, torch.Tensor], places: list[int]) -> torch.Tensor:
+    """The rows at `places`, as they are to be drawn from; not a copy where that is all of `logits`."""
+    if not changed:
+        return logits if len(places) == len(logits) else logits[places]
+    return torch.stack([changed[i] if i in changed else logits[i] for i in places])
 
 
-def _num_candidates(params: SamplingParams, vocab: int) -> int:
-    """How many of the likeliest tokens a row looks at; 0: all of them, unsorted; `vocab`: all, sorted."""
+def _logprobs(logits: torch.Tensor, token: int, row: SampleRow) -> Logprobs | None:
+    num_top = row.sampling.num_logprobs
+    return None if num_top is None else score(logits, [token], num_top)[0]
+
+
+def _num_candidates(params: SamplingParams, vocab: int) -> int | None:
+    """How many of the likeliest tokens a row looks at; 0: all, unsorted; `vocab`: all, sorted; None: it is greedy."""
+    if params.temperature <= 0:
+        return None
     if params.top_k <= 0 and params.top_p >= 1:
         return 0
     if params.top_k <= 0:
@@ -100,7 +97,7 @@ def _draw(
     uniform = torch.from_numpy(numbers).to(logits.device)
     if num_candidates == 0:
         return _draw_of_all(weights, uniform)
-    values, tokens = _likeliest(weights, num_candidates)
+    values, tokens = ranked(weights, num_candidates)
     kept, enough = _filtered(values, weights, params, num_candidates)
     drawn = tokens.gather(1, _inverse_cdf(kept, uniform)[:, None])[:, 0].tolist()
     for i in (~enough).nonzero()[:, 0].tolist():  # a flat distribution: its top_p is not within the candidates
@@ -116,14 +113,6 @@ def _weights(logits: torch.Tensor, temperatures: torch.Tensor, params: Sequence[
         least = torch.tensor([p.min_p for p in params], device=logits.device)
         weights.masked_fill_(weights < least[:, None], 0.0)
     return weights
-
-
-def _likeliest(weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and tokens in descending order, equal weights by token id."""
-    values, tokens = weights.topk(count, dim=-1)
-    tokens, order = tokens.sort(dim=-1)
-    values, descending = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    return values, tokens.gather(1, descending)
 
 
 def _filtered(

@@ -91,18 +91,17 @@ class Scheduler:
         return self._running.get(key) or self._waiting.get(key)
 
     def num_cached_tokens(self, request: RequestState) -> int:
-        """Tokens that the prefix cache covers now; the last token is always computed, because it is sampled from."""
+        """Tokens that the prefix cache covers now, of those that need not be computed."""
         return len(self._cached_blocks(request)) * self._config.block_size
 
     def _cached_blocks(self, request: RequestState) -> list[int]:
-        hashes = request.block_hashes()
-        most = (len(request.token_ids) - 1) // self._config.block_size
-        return self._pool.find_prefix(hashes[:most])
+        most = request.num_reusable_tokens // self._config.block_size
+        return self._pool.find_prefix(request.block_hashes()[:most])
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep:
-        """Decode rows first, then the prefill with the least left, then admission, within the budget of tokens."""
+        """Decode rows first, then prefills, then admission, most urgent first and within the budget of tokens."""
         budget = self._config.max_num_batched_tokens
         chunks: dict[RequestKey, ScheduledChunk] = {}
         preempted_before = self.num_preemptions
@@ -121,10 +120,10 @@ class Scheduler:
             self._admit(budget, chunks, admitted)
         return ScheduledStep(list(chunks.values()), admitted)
 
-    def _urgency(self, request: RequestState) -> tuple[float, int]:
-        """Shortest remaining prompt first; one that others passed by comes nearer with each token of theirs."""
+    def _urgency(self, request: RequestState) -> tuple[int, float, int]:
+        """By priority, then the shortest remaining prompt; one that others passed by comes nearer with their tokens."""
         passed = self._num_prompt_tokens - request.prompt_tokens_before
-        return request.num_tokens_to_compute - AGEING * passed, request.arrival
+        return request.priority, request.num_tokens_to_compute - AGEING * passed, request.arrival
 
     def _plan_chunk(self, request: RequestState, budget: int, chunks: dict[RequestKey, ScheduledChunk]) -> int:
         """Plan the request's next chunk if it can go on; the number of tokens it takes."""
@@ -149,7 +148,7 @@ class Scheduler:
         return len(request.token_ids) - num_computed_tokens
 
     def _admit(self, budget: int, chunks: dict[RequestKey, ScheduledChunk], admitted: list[RequestState]) -> None:
-        """Give blocks to waiting requests, the shortest first; one that lacks embeddings holds up nobody."""
+        """Give blocks to waiting requests, most urgent first; one that lacks embeddings holds up nobody."""
         for request in sorted(self._waiting.values(), key=self._urgency):
             if len(self._running) >= self._config.max_num_seqs:
                 return
@@ -190,13 +189,13 @@ class Scheduler:
         return True
 
     def _make_room(self, request: RequestState, num_tokens: int, chunks: dict[RequestKey, ScheduledChunk]) -> bool:
-        """Allocate the blocks that are missing for `num_tokens`, preempting later arrivals if it must be."""
+        """Allocate the blocks that are missing for `num_tokens`, preempting less urgent ones if it must be."""
         num_new = self._num_blocks(num_tokens) - len(request.block_table)
         while num_new > self._pool.num_free:
             if self._unpin_last():
                 continue
             preemptable = (r for r in self._running.values() if self._may_preempt(r))
-            victim = max(preemptable, key=lambda r: r.arrival, default=None)
+            victim = max(preemptable, key=lambda r: (r.priority, r.arrival), default=None)
             if victim is None or (victim is request and len(self._running) == 1):
                 return False  # blocks are leased to other workers: wait until they are released
             self._preempt(victim)

@@ -36,7 +36,7 @@ class StepRows(NamedTuple):
     slots: NDArray[np.int64]  # [T]
     block_table: NDArray[np.int64]  # of all sequences, one after the other
     every: QueryRows
-    sampled: QueryRows  # the rows whose logits are wanted
+    last: QueryRows  # of the last layer: the rows whose logits are wanted, or all
 
 
 class _Decoder:
@@ -93,7 +93,7 @@ class NativeLanguage:
     def forward(
         self, embeds: torch.Tensor, rows: StepRows, deepstack: Sequence[tuple[int, torch.Tensor]]
     ) -> torch.Tensor:
-        """Writes the KV of all rows [T, hidden], which are overwritten; logits float32 [sampled rows, vocabulary].
+        """Writes the KV of all rows [T, hidden], which are overwritten; the rows that `last` selects, before the norm.
 
         `deepstack` is a first row and [n, layers * hidden] each: what is added to n rows after the first layers.
         """
@@ -102,24 +102,27 @@ class NativeLanguage:
         every = self._step(rows, rows.every, cos, sin)
         hidden_size = embeds.shape[1]
         num_deepstack = deepstack[0][1].shape[1] // hidden_size if deepstack else 0
-        hidden, last = embeds, len(self._layers) - 1
-        is_selected = num_deepstack <= last
+        hidden, last, selected = embeds, len(self._layers) - 1, rows.last.selected
+        selects = selected is not None and num_deepstack <= last  # else deepstack adds to rows that were left out
         for index, layer in enumerate(self._layers):
             step = every
-            if index == last and is_selected:
-                step = self._step(rows, rows.sampled, cos, sin)
+            if index == last and selects:
+                step = self._step(rows, rows.last, cos, sin)
             kv = self._kv.data_ptr() + index * self._kv.stride(1) * self._kv.element_size()
             self._kernels.decoder_layer(layer.reference, ctypes.byref(step), kv, hidden.data_ptr())
             if index < num_deepstack:
                 for row, columns in deepstack:
                     added = columns[:, index * hidden_size : (index + 1) * hidden_size]
                     hidden[row : row + len(columns)] += added
-        assert rows.sampled.selected is not None
-        num_sampled = len(rows.sampled.selected)
-        hidden = hidden[:num_sampled] if is_selected else hidden[torch.from_numpy(rows.sampled.selected)]
+        if selected is None:
+            return hidden
+        return hidden[: len(selected)] if selects else hidden[torch.from_numpy(selected)]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, vocabulary] of what `forward` returned."""
         normed = torch.empty_like(hidden)
         weight, eps = self._norm_weight.data_ptr(), self._norm_eps
-        self._kernels.norm(hidden.data_ptr(), num_sampled, weight, None, hidden_size, eps, normed.data_ptr())
+        self._kernels.norm(hidden.data_ptr(), len(hidden), weight, None, hidden.shape[1], eps, normed.data_ptr())
         return self._head.to_float32(normed)
 
     def _step(self, rows: StepRows, asking: QueryRows, cos: torch.Tensor, sin: torch.Tensor) -> library.Step:

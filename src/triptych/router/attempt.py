@@ -210,6 +210,7 @@ class Attempt:
                 consumer=consumer.name,
                 avoid=self._failures.get(mm_hash, ()),
                 start=lambda encoder: self._encode_at(encoder, mm_hash, consumer),
+                priority=self._request.priority,
             )
         )
 

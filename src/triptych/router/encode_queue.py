@@ -33,6 +33,7 @@ class EncodeJob(NamedTuple):
     consumer: str  # worker's name
     avoid: Sequence[str]  # workers that failed it
     start: Callable[[RegisteredWorker], None]  # send it there
+    priority: int = 0  # lower is sooner
 
 
 @dataclass
@@ -41,6 +42,7 @@ class _Waiting:
 
     arrival: int
     passed_before: int  # embeds given out when it came
+    priority: int
     jobs: OrderedDict[str, EncodeJob] = field(default_factory=OrderedDict)  # by mm_hash
 
     @property
@@ -87,7 +89,7 @@ class EncodeQueue:
     def _wait(self, job: EncodeJob) -> None:
         if job.key not in self._waiting:
             self._num_arrivals += 1
-            self._waiting[job.key] = _Waiting(self._num_arrivals, self._num_passed)
+            self._waiting[job.key] = _Waiting(self._num_arrivals, self._num_passed, job.priority)
         self._waiting[job.key].jobs[job.mm_hash] = job
 
     def encoded(self, mm_hash: str, worker: RegisteredWorker) -> None:
@@ -154,16 +156,19 @@ class EncodeQueue:
                 full.add(worker.name)
 
     def _in_order(self) -> Iterator[EncodeJob]:
-        """Of the request with the least left to encode, first; one that others passed by comes nearer."""
+        """Lower priorities first; of each, the request with the least left, or in order of arrival.
 
-        def smallest(waiting: _Waiting) -> tuple[float, int]:
+        One that others passed by comes nearer.
+        """
+
+        def smallest(waiting: _Waiting) -> tuple[int, float, int]:
             passed = self._num_passed - waiting.passed_before
-            return waiting.num_embeds - AGEING * passed, waiting.arrival
+            return waiting.priority, waiting.num_embeds - AGEING * passed, waiting.arrival
 
-        if self._config.order == "arrival":
-            requests = list(self._waiting.values())
-        else:
-            requests = sorted(self._waiting.values(), key=smallest)
+        def arrival(waiting: _Waiting) -> tuple[int, float, int]:
+            return waiting.priority, 0.0, waiting.arrival
+
+        requests = sorted(self._waiting.values(), key=arrival if self._config.order == "arrival" else smallest)
         for waiting in requests:
             yield from list(waiting.jobs.values())
 

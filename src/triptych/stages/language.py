@@ -130,13 +130,13 @@ class LanguageStage:
             self._prefill.after_step(result)
         if self._decode:
             self._decode.fetch_admitted(result.admitted_for_kv)
-        for request, _, finish_reason in result.sampled:
+        for request, _, finish_reason, _ in result.sampled:
             if finish_reason is not None or request.decode_elsewhere:
                 self._engine.end(request, finish_reason)
         return result.did_work
 
     def _output(self, sampled: Sampled) -> TokenOutput:
-        request, token_id, finish_reason = sampled
+        request, token_id, finish_reason, logprobs = sampled
         now = self._clock.now()
         return TokenOutput(
             *request.key,
@@ -146,6 +146,8 @@ class LanguageStage:
             stop_token_id=request.stop_token_id,
             prefill=request.first_token_timing(now),
             decode=self._decode.timing_of_first_token(request.key, now) if self._decode else None,
+            logprobs=[] if logprobs is None else [logprobs],
+            prompt_logprobs=request.prompt_logprobs if request.num_output_tokens == 1 else [],
         )
 
     def _fail_step(self, error: StepError) -> None:

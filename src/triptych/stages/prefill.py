@@ -84,7 +84,7 @@ class PrefillStage:
 
     def after_step(self, result: StepResult) -> None:
         """Publish the blocks that this step filled; let go of requests that go on elsewhere."""
-        for request, token_id, finish_reason in result.sampled:
+        for request, token_id, finish_reason, _ in result.sampled:
             export = self._exports.get(request.key)
             if export is None:
                 continue

@@ -45,6 +45,7 @@ class RequestFactory:
             cache_salt=message.cache_salt,
             block_size=self.block_size,
             now=self._clock.now(),
+            priority=message.priority,
             decode_elsewhere=decode_elsewhere,
             kv_from_elsewhere=kv_from_elsewhere,
         )
