@@ -16,6 +16,7 @@ from triptych.models.registry import ModelSpec
 from triptych.types import ImageInput, Prompt, Request, SamplingParams
 
 NUM_OUTPUT_TOKENS = 10
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 WORDS = [
     "what",
     "is",
@@ -53,13 +54,12 @@ class Case(NamedTuple):
         content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in self.parts]
         return [{"role": "user", "content": content}]
 
-    def request(self, directory: Path, request_id: str) -> Request:
+    def request(self, directory: Path, request_id: str, sampling: SamplingParams = GREEDY) -> Request:
         urls = []
         for k, content in enumerate(self.images):
             path = directory / f"{self.name}-{k}.png"
             path.write_bytes(content)
             urls.append(ImageInput(path.as_uri()))
-        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
         return Request(request_id, self.messages(), urls, sampling, max_tokens=NUM_OUTPUT_TOKENS)
 
 
@@ -90,31 +90,52 @@ def picture(seed: int, width: int, height: int) -> bytes:
     return buffer.getvalue()
 
 
-def generate(spec: ModelSpec, cases: list[Case], prompts: list[Prompt]) -> list[list[int]]:
+def generate(spec: ModelSpec, cases: list[Case], prompts: list[Prompt], **options: Any) -> list[list[int]]:
     """Greedy tokens of the whole model for each prompt, one by one, in float32."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(spec.path, dtype=torch.float32)
-    model.eval()
-    load: Any = AutoImageProcessor.from_pretrained
-    processor = load(spec.path, backend="pil")
+    model, processor = _load(spec)
     outputs = []
     for case, prompt in zip(cases, prompts, strict=True):
-        ids = torch.tensor([prompt.token_ids])
-        inputs: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if case.images:
-            images = [Image.open(io.BytesIO(content)).convert("RGB") for content in case.images]
-            processed = processor(images=images, return_tensors="pt")
-            is_image = torch.zeros_like(ids)
-            for item in prompt.items:
-                is_image[0, item.placeholder.offset : item.placeholder.end] = 1
-            inputs |= {
-                "pixel_values": processed["pixel_values"],
-                "image_grid_thw": processed["image_grid_thw"],
-                "mm_token_type_ids": is_image.int(),
-            }
         with torch.inference_mode():
             full = model.generate(
-                **inputs, do_sample=False, min_new_tokens=NUM_OUTPUT_TOKENS, max_new_tokens=NUM_OUTPUT_TOKENS,
-                eos_token_id=-1, pad_token_id=0,
+                **_inputs(processor, case, prompt, prompt.token_ids), do_sample=False, eos_token_id=-1, pad_token_id=0,
+                min_new_tokens=NUM_OUTPUT_TOKENS, max_new_tokens=NUM_OUTPUT_TOKENS, **options,
             )  # fmt: skip
         outputs.append(full[0, len(prompt.token_ids) :].tolist())
     return outputs
+
+
+def log_probabilities(
+    spec: ModelSpec, cases: list[Case], prompts: list[Prompt], outputs: list[list[int]]
+) -> list[torch.Tensor]:
+    """Of the token after each one of prompt and output: [tokens, vocabulary], in float32."""
+    model, processor = _load(spec)
+    results = []
+    for case, prompt, output in zip(cases, prompts, outputs, strict=True):
+        model.model.rope_deltas = None
+        with torch.inference_mode():
+            logits = model(**_inputs(processor, case, prompt, prompt.token_ids + output), use_cache=False).logits[0]
+        results.append(torch.log_softmax(logits.float(), -1))
+    return results
+
+
+def _load(spec: ModelSpec) -> tuple[Any, Any]:
+    model: Any = AutoModelForImageTextToText.from_pretrained(spec.path, dtype=torch.float32)
+    load: Any = AutoImageProcessor.from_pretrained
+    return model.eval(), load(spec.path, backend="pil")
+
+
+def _inputs(processor: Any, case: Case, prompt: Prompt, token_ids: list[int]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([token_ids])
+    inputs: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if case.images:
+        images = [Image.open(io.BytesIO(content)).convert("RGB") for content in case.images]
+        processed = processor(images=images, return_tensors="pt")
+        is_image = torch.zeros_like(ids)
+        for item in prompt.items:
+            is_image[0, item.placeholder.offset : item.placeholder.end] = 1
+        inputs |= {
+            "pixel_values": processed["pixel_values"],
+            "image_grid_thw": processed["image_grid_thw"],
+            "mm_token_type_ids": is_image.int(),
+        }
+    return inputs

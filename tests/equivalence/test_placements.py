@@ -37,18 +37,18 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     spec = open_model(str(path), ModelConfig())
     cases = make_cases(NUM_CASES, seed=7)
     builder = PromptBuilder(path, spec.family)
-    prompts = [builder.build(case.messages(), [_item(spec, content) for content in case.images]) for case in cases]
+    prompts = [builder.build(case.messages(), [media_item(spec, content) for content in case.images]) for case in cases]
     outputs = generate(spec, cases, prompts)
     assert len({tuple(output) for output in outputs}) > NUM_CASES // 2, "the model hardly looks at its input"
     return Reference(spec, cases, outputs, tmp_path_factory.mktemp("media"))
 
 
-def _item(spec: ModelSpec, content: bytes) -> MediaItem:
+def media_item(spec: ModelSpec, content: bytes) -> MediaItem:
     width, height = int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")  # of a PNG
     return MediaItem(Modality.IMAGE, "", content, spec.family.image_metadata(ImageSize(width, height)))
 
 
-def _config(media: Path, *, num_kv_blocks: int = 400, block_size: int = 16, chunk: int = 512) -> Config:
+def config_of(media: Path, *, num_kv_blocks: int = 400, block_size: int = 16, chunk: int = 512) -> Config:
     engine = EngineConfig(num_kv_blocks=num_kv_blocks, block_size=block_size, max_num_batched_tokens=chunk)
     return Config(engine=engine, media=MediaConfig(allowed_local_media_path=str(media)))
 
@@ -75,7 +75,7 @@ async def _answer_all(cluster: Cluster, reference: Reference, *, together: bool)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("chunk", [16, 64, 4096])
 async def test_batched_equals_the_reference(reference: Reference, placement: str, chunk: int) -> None:
-    config = _config(reference.media, chunk=chunk)
+    config = config_of(reference.media, chunk=chunk)
     async with Cluster(reference.spec, config, placement, seed=chunk) as cluster:
         outputs = await _answer_all(cluster, reference, together=True)
         encoders = [worker for name, worker in cluster.workers.items() if name.startswith("encode")]
@@ -91,7 +91,7 @@ async def test_batched_equals_the_reference(reference: Reference, placement: str
 @pytest.mark.parametrize("placement", PLACEMENTS)
 async def test_one_by_one_with_prefix_hits_equals_the_reference(reference: Reference, placement: str) -> None:
     """A second round is served from the prefix cache, and encodes nothing."""
-    async with Cluster(reference.spec, _config(reference.media), placement, seed=1) as cluster:
+    async with Cluster(reference.spec, config_of(reference.media), placement, seed=1) as cluster:
         first = await _answer_all(cluster, reference, together=False)
         encodes = _total(cluster, "encode_items_total")
         hits = _total(cluster, "prefix_cache_hits_total")
@@ -108,7 +108,7 @@ async def test_forced_preemption_equals_the_reference(
     reference: Reference, placement: str, num_kv_blocks: int, block_size: int
 ) -> None:
     """KV for about two requests: running ones lose their blocks and are computed again, on whichever worker that is."""
-    config = _config(reference.media, num_kv_blocks=num_kv_blocks, block_size=block_size, chunk=48)
+    config = config_of(reference.media, num_kv_blocks=num_kv_blocks, block_size=block_size, chunk=48)
     async with Cluster(reference.spec, config, placement, seed=2) as cluster:
         outputs = await _answer_all(cluster, reference, together=True)
         assert _total(cluster, "num_preemptions_total") > 0
@@ -117,7 +117,7 @@ async def test_forced_preemption_equals_the_reference(
 
 @pytest.mark.parametrize("placement", ["2E/1P/2D", "1E/2PD", "1EP/1D", "1E/1P/1PD", "1E/1EPD", "2EPD"])
 async def test_other_placements_equal_the_reference(reference: Reference, placement: str) -> None:
-    async with Cluster(reference.spec, _config(reference.media), placement, seed=3) as cluster:
+    async with Cluster(reference.spec, config_of(reference.media), placement, seed=3) as cluster:
         assert await _answer_all(cluster, reference, together=True) == reference.outputs
 
 
@@ -125,7 +125,7 @@ async def test_other_placements_equal_the_reference(reference: Reference, placem
 async def test_layers_in_torch_equal_the_reference(reference: Reference, placement: str) -> None:
     """What runs where there are no kernels."""
     spec = replace(reference.spec, kernels="torch")
-    async with Cluster(spec, _config(reference.media), placement, seed=4) as cluster:
+    async with Cluster(spec, config_of(reference.media), placement, seed=4) as cluster:
         assert await _answer_all(cluster, reference, together=True) == reference.outputs
 
 
@@ -134,7 +134,7 @@ async def test_bfloat16_answers_are_equal_whatever_the_placement_the_batch_and_t
     spec = replace(reference.spec, dtype="bfloat16")
     answers = []
     for placement, chunk, together in [("EPD", 4096, False), ("1E/1P/1D", 16, True), ("2E/2PD", 64, True)]:
-        async with Cluster(spec, _config(reference.media, chunk=chunk), placement, seed=5) as cluster:
+        async with Cluster(spec, config_of(reference.media, chunk=chunk), placement, seed=5) as cluster:
             answers.append(await _answer_all(cluster, reference, together=together))
     assert answers[0] == answers[1] == answers[2]
     assert answers[0] != reference.outputs, "bfloat16 rounds nothing: is it float32?"

@@ -1,0 +1,172 @@
+"""Sampling fields in every placement: log-probabilities of transformers' whole model, and the same draws everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import torch
+
+from tests.equivalence.reference import GREEDY, Case, generate, log_probabilities, make_cases
+from tests.equivalence.test_placements import PLACEMENTS, config_of, media_item
+from triptych.config import Config, ModelConfig
+from triptych.kernels import library
+from triptych.models.registry import ModelSpec, open_model
+from triptych.prompt.layout import PromptBuilder
+from triptych.testing import Cluster
+from triptych.testing_checkpoints import FamilyName, make_checkpoint
+from triptych.types import Prompt, SamplingParams, Started, TextDelta, TokenLogprobs
+
+NUM_CASES = 8  # and two that share a prefix with one of them
+TOLERANCE = 1e-4  # of a log-probability, in float32
+SCORED = msgspec.structs.replace(GREEDY, num_logprobs=3, num_prompt_logprobs=1)
+VARIED = SamplingParams(
+    temperature=1.2,
+    top_p=0.95,
+    min_p=0.001,
+    ignore_eos=True,
+    repetition_penalty=1.15,
+    frequency_penalty=0.3,
+    presence_penalty=0.2,
+    logit_bias={40: 1.5, 41: -2.0, 10**9: 5.0},
+    bad_words=[[32], [101, 116]],
+    min_tokens=4,
+    stop_token_ids=[7, -3],
+    num_logprobs=2,
+)
+
+
+class Model(NamedTuple):
+    spec: ModelSpec
+    cases: list[Case]
+    prompts: list[Prompt]
+    media: Path
+
+
+class Scored(NamedTuple):
+    """One answer with all its log-probabilities."""
+
+    token_ids: list[int]
+    output: list[TokenLogprobs]
+    prompt: list[TokenLogprobs | None]
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    family: FamilyName = request.param
+    path = tmp_path_factory.mktemp(family)
+    make_checkpoint(family, path, seed=3)
+    spec = open_model(str(path), ModelConfig())
+    cases = make_cases(NUM_CASES, seed=5)
+    builder = PromptBuilder(path, spec.family)
+    prompts = [builder.build(case.messages(), [media_item(spec, c) for c in case.images]) for case in cases]
+    return Model(spec, cases, prompts, tmp_path_factory.mktemp("media"))
+
+
+async def _answer(cluster: Cluster, case: Case, media: Path, request_id: str, sampling: SamplingParams) -> Scored:
+    scored = Scored([], [], [])
+    async for event in cluster.router.handle(case.request(media, request_id, sampling)):
+        if isinstance(event, TextDelta):
+            scored.token_ids.extend(event.token_ids)
+            scored.output.extend(event.logprobs)
+        elif isinstance(event, Started):
+            scored.prompt.extend(event.prompt_logprobs)
+    return scored
+
+
+async def _answers(
+    model: Model, placement: str, config: Config, sampling: Sequence[SamplingParams], *, preempts: bool = False
+) -> list[Scored]:
+    async with Cluster(model.spec, config, placement, seed=6) as cluster:
+        answers = await asyncio.gather(
+            *(_answer(cluster, c, model.media, f"r{k}", sampling[k]) for k, c in enumerate(model.cases))
+        )
+        await cluster.until_idle()
+        cluster.check()
+        num_preemptions = sum(worker.counter("num_preemptions_total") for worker in cluster.workers.values())
+    assert (num_preemptions > 0) == preempts
+    return answers
+
+
+def _assert_scores(entries: Sequence[TokenLogprobs], tokens: list[int], rows: torch.Tensor, num_top: int) -> None:
+    """`rows` [entries, vocabulary] are the reference's log-probabilities at the entries' places."""
+    assert [entry.chosen.token_id for entry in entries] == tokens
+    for entry, row in zip(entries, rows, strict=True):
+        scored = [entry.chosen, *entry.top]
+        got = torch.tensor([token.logprob for token in scored])
+        torch.testing.assert_close(got, row[[token.token_id for token in scored]], rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(got[1:], row.topk(num_top).values, rtol=0, atol=TOLERANCE)
+        likelier = int((row > row[entry.chosen.token_id] + TOLERANCE).sum())
+        assert likelier < entry.rank <= 1 + int((row > row[entry.chosen.token_id] - TOLERANCE).sum())
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+async def test_logprobs_of_prompt_and_output_are_the_whole_models(model: Model, kernels: str) -> None:
+    """Images in the prompts, chunks of any size; where the kernels run, not a bit differs between placements."""
+    model = model._replace(spec=replace(model.spec, kernels=kernels))
+    answers = {}
+    for placement, chunk in zip(PLACEMENTS, (4096, 24, 64), strict=True):
+        config = config_of(model.media, chunk=chunk)
+        answers[placement] = await _answers(model, placement, config, [SCORED] * len(model.cases))
+    outputs = [scored.token_ids for scored in answers["EPD"]]
+    expected = log_probabilities(model.spec, model.cases, model.prompts, outputs)
+    for placement in PLACEMENTS:
+        for scored, prompt, output, rows in zip(answers[placement], model.prompts, outputs, expected, strict=True):
+            num_prompt_tokens = len(prompt.token_ids)
+            assert scored.prompt[0] is None
+            entries = [entry for entry in scored.prompt if entry is not None]
+            _assert_scores(entries, prompt.token_ids[1:], rows[: num_prompt_tokens - 1], 1)
+            _assert_scores(scored.output, output, rows[num_prompt_tokens - 1 : -1], 3)
+    if kernels == "auto" and library.available():
+        assert answers["EPD"] == answers["1E/1PD"] == answers["1E/1P/1D"]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+async def test_a_scored_prompt_skips_the_cache_and_survives_preemption(model: Model, placement: str) -> None:
+    config = config_of(model.media, num_kv_blocks=14, chunk=48)
+    roomy = await _answers(model, placement, config_of(model.media, chunk=48), [SCORED] * len(model.cases))
+    tight = await _answers(model, placement, config, [SCORED] * len(model.cases), preempts=True)
+    assert [scored.token_ids for scored in tight] == [scored.token_ids for scored in roomy]
+    for one, other in zip(roomy, tight, strict=True):
+        assert [entry and entry.chosen.token_id for entry in one.prompt] == [
+            entry and entry.chosen.token_id for entry in other.prompt
+        ]
+        ours = torch.tensor([entry.chosen.logprob for entry in one.prompt if entry])
+        theirs = torch.tensor([entry.chosen.logprob for entry in other.prompt if entry])
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+async def test_the_repetition_penalty_gives_transformers_tokens(model: Model) -> None:
+    expected = generate(model.spec, model.cases, model.prompts, repetition_penalty=1.4)
+    assert expected != generate(model.spec, model.cases, model.prompts)
+    sampling = msgspec.structs.replace(GREEDY, repetition_penalty=1.4)
+    for placement in PLACEMENTS:
+        answers = await _answers(model, placement, config_of(model.media), [sampling] * len(model.cases))
+        assert [scored.token_ids for scored in answers] == expected
+
+
+async def test_draws_are_the_same_in_every_placement_and_after_preemption(model: Model) -> None:
+    """Penalties, bias and masks are functions of prompt and output, wherever these were computed."""
+    sampling = [msgspec.structs.replace(VARIED, seed=1000 + k) for k in range(len(model.cases))]
+    first = await _answers(model, "EPD", config_of(model.media), sampling)
+    assert len({tuple(scored.token_ids) for scored in first}) == len(first)
+    for scored in first:
+        assert 32 not in scored.token_ids
+        assert not any(pair == (101, 116) for pair in zip(scored.token_ids, scored.token_ids[1:], strict=False))
+        assert 7 not in scored.token_ids[: VARIED.min_tokens - 1]
+    for placement in PLACEMENTS:
+        for config, preempts in (
+            (config_of(model.media, chunk=16), False),
+            (config_of(model.media, num_kv_blocks=14, chunk=48), True),
+        ):
+            again = await _answers(model, placement, config, sampling, preempts=preempts)
+            assert [scored.token_ids for scored in again] == [scored.token_ids for scored in first]
+            if library.available():
+                assert again == first
+    other_seeds = [msgspec.structs.replace(VARIED, seed=2000 + k) for k in range(len(model.cases))]
+    assert await _answers(model, "EPD", config_of(model.media), other_seeds) != first
