@@ -90,7 +90,9 @@ def picture(seed: int, width: int, height: int) -> bytes:
     return buffer.getvalue()
 
 
-def generate(spec: ModelSpec, cases: list[Case], prompts: list[Prompt]) -> list[list[int]]:
+def generate(
+    spec: ModelSpec, cases: list[Case], prompts: list[Prompt], num_tokens: int = NUM_OUTPUT_TOKENS
+) -> list[list[int]]:
     """Greedy tokens of the whole model for each prompt, one by one, in float32."""
     model: Any = AutoModelForImageTextToText.from_pretrained(spec.path, dtype=torch.float32)
     model.eval()
@@ -113,7 +115,7 @@ def generate(spec: ModelSpec, cases: list[Case], prompts: list[Prompt]) -> list[
             }
         with torch.inference_mode():
             full = model.generate(
-                **inputs, do_sample=False, min_new_tokens=NUM_OUTPUT_TOKENS, max_new_tokens=NUM_OUTPUT_TOKENS,
+                **inputs, do_sample=False, min_new_tokens=num_tokens, max_new_tokens=num_tokens,
                 eos_token_id=-1, pad_token_id=0,
             )  # fmt: skip
         outputs.append(full[0, len(prompt.token_ids) :].tolist())
