@@ -289,6 +289,19 @@ async def test_a_worker_that_cannot_start_is_given_up() -> None:
             raise AssertionError("it cannot have started")
 
 
+async def test_a_worker_that_leaves_as_it_is_told_is_never_given_up() -> None:
+    async with deployment("EPD", policy=RestartPolicy(max_deaths=2, first_delay_s=0.01)) as running:
+        for _ in range(4):
+            pid = running.pid("epd-0")
+            assert pid is not None
+            os.kill(pid, signal.SIGTERM)
+            await until(
+                lambda pid=pid: running.pid("epd-0") not in (None, pid) and running.router.ready(), "a life more"
+            )
+        assert num_lives(running, "epd-0") == 5
+    assert any("epd-0 left, starting it again" in line for line in LINES)
+
+
 async def test_a_worker_given_up_later_ends_the_deployment() -> None:
     running = deployment("EPD", policy=RestartPolicy(max_deaths=1))
     task = asyncio.create_task(serve(running, LINES.append))
