@@ -289,15 +289,27 @@ async def test_a_worker_that_cannot_start_is_given_up() -> None:
             raise AssertionError("it cannot have started")
 
 
+async def test_a_worker_that_was_lost_and_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.launch.WORKER_GRACE_S", 0.3)
+    async with deployment() as running:
+        first = running.pid("encode-0")
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        running.router.registry.known.pop("encode-0")  # type: ignore[attr-defined]  # as for want of heartbeats
+        await until(lambda: running.pid("encode-0") not in (None, first) and running.router.ready(), "a second life")
+        assert not lives(first)
+    assert f"encode-0 (pid {first}) was lost and does not end: it is killed" in LINES
+
+
 async def test_a_worker_that_leaves_as_it_is_told_is_never_given_up() -> None:
     async with deployment("EPD", policy=RestartPolicy(max_deaths=2, first_delay_s=0.01)) as running:
+        pids: list[int] = []
         for _ in range(4):
             pid = running.pid("epd-0")
             assert pid is not None
+            pids.append(pid)
             os.kill(pid, signal.SIGTERM)
-            await until(
-                lambda pid=pid: running.pid("epd-0") not in (None, pid) and running.router.ready(), "a life more"
-            )
+            await until(lambda: running.pid("epd-0") not in (None, *pids) and running.router.ready(), "a life more")
         assert num_lives(running, "epd-0") == 5
     assert any("epd-0 left, starting it again" in line for line in LINES)
 

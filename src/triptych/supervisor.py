@@ -90,8 +90,12 @@ class Supervisor:
         process = self._children[name].process
         return process.pid if process is not None and process.is_alive() else None
 
+    def pids(self) -> set[int]:
+        """Of the lives that run."""
+        return {pid for name in self._children if (pid := self.pid(name)) is not None}
+
     def kill(self, name: str) -> None:
-        """kill -9 of the life that runs, for tests of recovery."""
+        """kill -9 of the life that runs."""
         process = self._children[name].process
         if process is not None:
             process.kill()
