@@ -545,3 +545,18 @@ async def test_a_worker_that_does_not_answer_its_probe_is_suspect(world: World) 
         (answered,) = (await cluster.router.health()).values()
         assert "no answer to a probe" in answered
         assert not cluster.router.ready()
+
+
+async def test_s4_a_worker_that_answers_no_probe_twice_is_lost_and_its_items_are_encoded_elsewhere(
+    world: World,
+) -> None:
+    """Its heartbeats come from another thread and go on."""
+    async with world.cluster("2E/1P/1D", RouterConfig(probe_timeout_s=0.2)) as cluster:
+        stuck = Stuck(cluster, "encode-0")
+        task = asyncio.create_task(answer(cluster, world.request("r", [0, 1, 2])))
+        await until(stuck.is_asked)
+        hold_back(cluster, messages.Probed, "encode-0")
+        for _ in range(2):
+            assert "no answer to a probe" in (await cluster.router.health())["encode-0"]
+        assert (await task).token_ids == world.expected(cluster, [0, 1, 2])
+        assert "encode-0" not in [worker.name for worker in cluster.router.registry.workers()]
