@@ -359,7 +359,7 @@ async def test_what_runs_after_the_start_gives_the_exit_code() -> None:
     assert await serve(deployment("EPD"), LINES.append, then) == 7
 
 
-async def test_a_taken_port_is_one_clear_line_and_nothing_is_started() -> None:
+async def test_s15_a_taken_port_is_one_clear_line_and_nothing_is_started() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = Config(api=ApiConfig(port=port))
@@ -372,7 +372,7 @@ async def test_a_taken_port_is_one_clear_line_and_nothing_is_started() -> None:
                 pass
 
 
-def test_a_taken_port_on_the_command_line() -> None:
+def test_s15_a_taken_port_on_the_command_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "triptych.cli.main", "serve", "--port", port]

@@ -69,7 +69,7 @@ async def test_s8_a_stream_goes_on_on_another_decode_worker_from_the_tokens_alre
         await until_idle(client)
 
 
-async def test_a_client_that_goes_away_frees_every_stage(config: Config) -> None:
+async def test_s10_a_client_that_goes_away_frees_every_stage(config: Config) -> None:
     async with serving(config, "1E/1P/1D") as (_, client):
         for seed in range(NUM_REQUESTS):
             body = chat(image_part(seed), "what is it", max_tokens=1000, stream=True)
