@@ -289,6 +289,31 @@ async def test_a_worker_that_cannot_start_is_given_up() -> None:
             raise AssertionError("it cannot have started")
 
 
+async def test_a_worker_that_was_lost_and_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.launch.WORKER_GRACE_S", 0.3)
+    async with deployment() as running:
+        first = running.pid("encode-0")
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        running.router.registry.known.pop("encode-0")  # type: ignore[attr-defined]  # as for want of heartbeats
+        await until(lambda: running.pid("encode-0") not in (None, first) and running.router.ready(), "a second life")
+        assert not lives(first)
+    assert f"encode-0 (pid {first}) was lost and does not end: it is killed" in LINES
+
+
+async def test_a_worker_that_leaves_as_it_is_told_is_never_given_up() -> None:
+    async with deployment("EPD", policy=RestartPolicy(max_deaths=2, first_delay_s=0.01)) as running:
+        pids: list[int] = []
+        for _ in range(4):
+            pid = running.pid("epd-0")
+            assert pid is not None
+            pids.append(pid)
+            os.kill(pid, signal.SIGTERM)
+            await until(lambda: running.pid("epd-0") not in (None, *pids) and running.router.ready(), "a life more")
+        assert num_lives(running, "epd-0") == 5
+    assert any("epd-0 left, starting it again" in line for line in LINES)
+
+
 async def test_a_worker_given_up_later_ends_the_deployment() -> None:
     running = deployment("EPD", policy=RestartPolicy(max_deaths=1))
     task = asyncio.create_task(serve(running, LINES.append))
@@ -334,7 +359,7 @@ async def test_what_runs_after_the_start_gives_the_exit_code() -> None:
     assert await serve(deployment("EPD"), LINES.append, then) == 7
 
 
-async def test_a_taken_port_is_one_clear_line_and_nothing_is_started() -> None:
+async def test_s15_a_taken_port_is_one_clear_line_and_nothing_is_started() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = Config(api=ApiConfig(port=port))
@@ -347,7 +372,7 @@ async def test_a_taken_port_is_one_clear_line_and_nothing_is_started() -> None:
                 pass
 
 
-def test_a_taken_port_on_the_command_line() -> None:
+def test_s15_a_taken_port_on_the_command_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "triptych.cli.main", "serve", "--port", port]

@@ -105,8 +105,8 @@ class Bench:
         self.clock = ManualClock()
         self.leases = Leases(self.clock, ttl_s=10.0)
         self.transport = InProcTransport("worker-epoch", 4096)
-        stages = StageSet(cast(EncodeStage, self.encode), cast(LanguageStage, self.language))
-        self.worker = Worker(stages, self.inbox, self.transport, self.leases)
+        self.stages = StageSet(cast(EncodeStage, self.encode), cast(LanguageStage, self.language))
+        self.worker = Worker(self.stages, self.inbox, self.transport, self.leases)
         self.freed: list[str] = []
 
     def lease(self, name: str) -> int:
@@ -134,7 +134,40 @@ def test_a_message_reaches_every_stage_that_asked_for_its_kind(bench: Bench) -> 
     assert bench.language.received == [CANCEL, FETCH]
 
 
-def test_a_message_that_no_stage_asked_for_is_dropped(bench: Bench) -> None:
+PROMPT = messages.PromptMessage("r", 2, [1, 2], 0, [], SamplingParams(), "", 0)
+FIELDS = {field: getattr(PROMPT, field) for field in PROMPT.__struct_fields__}
+EMBEDDING = messages.EmbeddingHandle(7, CONSUMER, messages.Range(0, 0), (0, 0), "float32", 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "answer"),
+    [
+        (messages.Prefill(**FIELDS, decode_elsewhere=False), messages.Refused),
+        (messages.Decode(**FIELDS, source=CONSUMER), messages.Refused),
+        (messages.EncodeItems("r", 2, ["i"], CONSUMER), messages.ItemFailed),
+        (messages.FetchKV("r", 2, CONSUMER), messages.KVRefused),
+        (messages.EmbeddingPublished("r", 2, "i", EMBEDDING), messages.LeaseReleased),
+        (messages.KVPublished("r", 2, messages.KVHandle(7, CONSUMER, 0, [], []), 0), messages.LeaseReleased),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, messages.Message) else "",
+)
+def test_s6_what_no_hosted_stage_takes_is_refused_and_the_worker_goes_on(
+    bench: Bench, body: Body, answer: type[messages.Message]
+) -> None:
+    for stage in (bench.encode, bench.language):
+        stage.kinds = ()
+    worker = Worker(bench.stages, bench.inbox, bench.transport, bench.leases)
+    bench.inbox.put(body)
+    bench.inbox.put(Probe(1))
+    worker.turn(0.0)
+    worker.turn(0.0)
+    refusal, probed = bench.inbox.sent
+    assert isinstance(refusal, answer)
+    assert getattr(refusal, "attempt", 2) == 2
+    assert probed == Probed(1)
+
+
+def test_a_message_that_asks_for_no_answer_and_that_no_stage_takes_is_dropped(bench: Bench) -> None:
     bench.inbox.put(messages.KVRefused("r", 0, message=""))
     bench.worker.turn(0.0)
     assert bench.encode.received == bench.language.received == []
@@ -222,7 +255,7 @@ def test_load_and_counters_are_there_for_the_heartbeat(bench: Bench) -> None:
 @pytest.mark.parametrize("kind", [messages.Prefill, messages.Decode])
 def test_a_draining_worker_refuses_new_requests_so_that_another_takes_them(bench: Bench, kind: type) -> None:
     where = {"decode_elsewhere": False} if kind is messages.Prefill else {"source": CONSUMER}
-    new = kind("r", 0, token_ids=[1], num_output_tokens=0, items=[], sampling=SamplingParams(), cache_salt="", **where)
+    new = kind(**FIELDS, **where)
     bench.inbox.put(Drain(), new, CANCEL)
     bench.worker.turn(0.0)
     (refused,) = bench.inbox.sent

@@ -133,7 +133,9 @@ class RouterConfig(Section, frozen=True):
     heartbeat_s: Annotated[Seconds, doc("time between two heartbeats of a worker")] = 1.0
     heartbeat_ttl_s: Annotated[Seconds, doc("silence after which a worker counts as lost")] = 5.0
     probe_s: Annotated[Seconds, doc("time between two probes that do real work in every stage")] = 10.0
-    probe_timeout_s: Annotated[Seconds, doc("a worker whose probe takes longer is taken out until one succeeds")] = 60.0
+    probe_timeout_s: Annotated[
+        Seconds, doc("a worker whose probe takes longer is taken out until one succeeds; after two it is lost")
+    ] = 60.0
     drain_s: Annotated[Seconds, doc("time that running requests get when a process is told to stop")] = 30.0
 
 

@@ -35,7 +35,7 @@ ENVIRONMENT = {  # inherited by the fork server, which reads it when it imports 
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-WORKER_GRACE_S = 10.0  # from SIGTERM to SIGKILL, after the running requests were drained
+WORKER_GRACE_S = 10.0  # until SIGKILL: from SIGTERM, after the running requests were drained, or from its loss
 START_TIMEOUT_S = 600.0
 POLL_S = 0.05
 
@@ -126,6 +126,8 @@ class Deployment:
         self._supervisor: Supervisor | None = None
         self._announcer: asyncio.Task[None] | None = None
         self._announced: set[str] = set()  # epochs
+        self._pids: dict[str, int] = {}  # of the lives that registered last, by worker's name
+        self._lost_s: dict[int, float] = {}  # when a life that still runs was first missing, by pid
         self._forced = asyncio.Event()
 
     async def __aenter__(self) -> Deployment:
@@ -191,13 +193,27 @@ class Deployment:
     async def _announce(self, router: RunningRouter) -> None:
         while True:
             self._announce_new(router)
+            self._kill_what_hangs(router)
             await asyncio.sleep(POLL_S)
+
+    def _kill_what_hangs(self, router: RunningRouter) -> None:
+        """A life that was declared lost, or left, ends by itself. One that cannot is in the way of its next life."""
+        if self._supervisor is None:
+            return
+        registered, now = {worker.info.address.name for worker in router.registry.workers()}, time.monotonic()
+        hanging = {pid for name, pid in self._pids.items() if name not in registered} & self._supervisor.pids()
+        self._lost_s = {pid: self._lost_s.get(pid, now) for pid in hanging}
+        for name, pid in self._pids.items():
+            if now - self._lost_s.get(pid, now) > WORKER_GRACE_S:
+                self._say(f"{name} (pid {pid}) was lost and does not end: it is killed")
+                self._supervisor.kill(name)
 
     def _announce_new(self, router: RunningRouter) -> None:
         """A line for every life of a worker that registered."""
         for worker in router.registry.workers():
             if worker.info.address.epoch not in self._announced:
                 self._announced.add(worker.info.address.epoch)
+                self._pids[worker.info.address.name] = worker.info.pid
                 self._say(describe_worker(worker.info))
 
     async def failed(self) -> str:

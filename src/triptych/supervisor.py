@@ -78,7 +78,6 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
-        self.num_deaths = 0
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def start(self, workers: Sequence[WorkerConfig]) -> None:
@@ -91,8 +90,12 @@ class Supervisor:
         process = self._children[name].process
         return process.pid if process is not None and process.is_alive() else None
 
+    def pids(self) -> set[int]:
+        """Of the lives that run."""
+        return {pid for name in self._children if (pid := self.pid(name)) is not None}
+
     def kill(self, name: str) -> None:
-        """kill -9 of the life that runs, for tests of recovery."""
+        """kill -9 of the life that runs."""
         process = self._children[name].process
         if process is not None:
             process.kill()
@@ -124,7 +127,6 @@ class Supervisor:
             code = await self._live(child)
             if self._stopping.is_set():
                 return
-            self.num_deaths += 1
             self._on_death(child.config.name)
             delay_s = self._next_delay_s(child, code)
             if delay_s is None:
@@ -162,7 +164,10 @@ class Supervisor:
         return code
 
     def _next_delay_s(self, child: Child, code: int | None) -> float | None:
-        """Seconds until the next start; None when the worker died too often."""
+        """Seconds until the next start; None when the worker died too often. One that left as it was told did not."""
+        if code == 0:
+            self._say(f"{child.config.name} left, starting it again in {self._policy.first_delay_s:.1f} s")
+            return self._policy.first_delay_s
         now = time.monotonic()
         child.deaths_s = [at for at in child.deaths_s if now - at < self._policy.window_s] + [now]
         count = len(child.deaths_s)

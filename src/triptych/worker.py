@@ -27,7 +27,24 @@ from triptych.errors import ConfigError, TriptychError
 from triptych.handoff.leases import Leases
 from triptych.heartbeat import Heart
 from triptych.kernels import library
-from triptych.messages import Decode, Drain, Envelope, LeaseReleased, PeerLost, Prefill, Probe, Probed, Refusal, Refused
+from triptych.messages import (
+    Decode,
+    Drain,
+    EmbeddingPublished,
+    EncodeItems,
+    Envelope,
+    FetchKV,
+    ItemFailed,
+    KVPublished,
+    KVRefused,
+    LeaseReleased,
+    PeerLost,
+    Prefill,
+    Probe,
+    Probed,
+    Refusal,
+    Refused,
+)
 from triptych.models.family import Part
 from triptych.models.registry import open_model
 from triptych.stages.base import Mail, Stage
@@ -136,9 +153,24 @@ class Worker:
         elif self._draining and isinstance(body, Prefill | Decode):
             reason = "the worker is leaving"
             self._mailbox.to_router(Refused(body.request_id, body.attempt, Refusal.DRAINING, reason))
-        else:
-            for receive in self._routes.get(type(body), ()):
+        elif receivers := self._routes.get(type(body)):
+            for receive in receivers:
                 receive(body)
+        else:
+            self._refuse(body)
+
+    def _refuse(self, body: messages.Body) -> None:
+        """No stage here takes it: whoever waits for an answer gets one. What asks for none is dropped."""
+        reason = f"this worker does not take {type(body).__name__}"
+        if isinstance(body, Prefill | Decode):
+            self._mailbox.to_router(Refused(body.request_id, body.attempt, Refusal.STAGE_NOT_HOSTED, reason))
+        elif isinstance(body, EncodeItems):
+            for mm_hash in body.mm_hashes:
+                self._mailbox.to_router(ItemFailed(body.request_id, body.attempt, mm_hash, reason, bad_media=False))
+        elif isinstance(body, FetchKV):
+            self._mailbox.to_worker(body.consumer, KVRefused(body.request_id, body.attempt, reason))
+        elif isinstance(body, EmbeddingPublished | KVPublished):
+            self._mailbox.to_worker(body.handle.owner, LeaseReleased(body.handle.lease_id))
 
     def _probe(self) -> str:
         """The first stage that cannot do real work says why."""

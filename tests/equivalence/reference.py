@@ -90,7 +90,9 @@ def picture(seed: int, width: int, height: int) -> bytes:
     return buffer.getvalue()
 
 
-def generate(spec: ModelSpec, cases: list[Case], prompts: list[Prompt], **options: Any) -> list[list[int]]:
+def generate(
+    spec: ModelSpec, cases: list[Case], prompts: list[Prompt], num_tokens: int = NUM_OUTPUT_TOKENS, **options: Any
+) -> list[list[int]]:
     """Greedy tokens of the whole model for each prompt, one by one, in float32."""
     model, processor = _load(spec)
     outputs = []
@@ -98,7 +100,7 @@ def generate(spec: ModelSpec, cases: list[Case], prompts: list[Prompt], **option
         with torch.inference_mode():
             full = model.generate(
                 **_inputs(processor, case, prompt, prompt.token_ids), do_sample=False, eos_token_id=-1, pad_token_id=0,
-                min_new_tokens=NUM_OUTPUT_TOKENS, max_new_tokens=NUM_OUTPUT_TOKENS, **options,
+                min_new_tokens=num_tokens, max_new_tokens=num_tokens, **options,
             )  # fmt: skip
         outputs.append(full[0, len(prompt.token_ids) :].tolist())
     return outputs

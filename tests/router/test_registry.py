@@ -20,7 +20,7 @@ def test_a_worker_is_live_for_the_stages_that_it_hosts() -> None:
     assert told.num_joined == 2
 
 
-def test_an_unlike_version_is_refused_and_both_are_named() -> None:
+def test_s16_an_unlike_version_is_refused_and_both_are_named() -> None:
     told = Told()
     with pytest.raises(ConfigError, match=r"v2.*v1"):
         told.registry.register(info("e0", [E], version="v2"))

@@ -82,7 +82,7 @@ async def test_without_a_limit_the_output_fills_the_room(world: World) -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-async def test_a_client_that_goes_away_frees_every_stage(world: World, placement: str) -> None:
+async def test_s10_a_client_that_goes_away_frees_every_stage(world: World, placement: str) -> None:
     async with world.cluster(placement) as cluster:
         async with aclosing(cluster.router.handle(world.request("r", [0], max_tokens=500))) as events:
             async for _ in events:
@@ -90,7 +90,7 @@ async def test_a_client_that_goes_away_frees_every_stage(world: World, placement
         await settle(cluster)
 
 
-async def test_a_cancel_before_the_first_token_frees_every_stage(world: World) -> None:
+async def test_s10_a_cancel_before_the_first_token_frees_every_stage(world: World) -> None:
     async with world.cluster("1E/1P/1D") as cluster:
         task = asyncio.create_task(answer(cluster, world.request("r", [0, 1], max_tokens=500)))
         await until(lambda: cluster.network.num_sent["Accepted"] > 0)
@@ -153,7 +153,7 @@ async def test_too_many_images_are_a_400(world: World) -> None:
         assert "4 images, the limit is 3" in error.message
 
 
-async def test_one_request_too_many_is_a_503_and_the_next_is_taken(world: World) -> None:
+async def test_s14_one_request_too_many_is_a_503_and_the_next_is_taken(world: World) -> None:
     async with world.cluster("EPD", RouterConfig(max_num_requests=1)) as cluster:
         async with aclosing(cluster.router.handle(world.request("a", max_tokens=400))) as events:
             await anext(events)
@@ -255,7 +255,7 @@ async def test_a_worker_that_joins_tells_what_it_has_cached(world: World) -> Non
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-async def test_an_image_that_cannot_be_decoded_fails_only_its_own_request(world: World, placement: str) -> None:
+async def test_s4_an_image_that_cannot_be_decoded_fails_only_its_own_request(world: World, placement: str) -> None:
     async with world.cluster(placement) as cluster:
         good = asyncio.create_task(answer(cluster, world.request("good", [1])))
         with pytest.raises(MediaError) as caught:
@@ -387,7 +387,7 @@ class Stuck:
         return bool(self.stage.num_live())
 
 
-async def test_a_lost_encode_worker_re_encodes_only_its_own_items(world: World) -> None:
+async def test_s17_a_lost_encode_worker_re_encodes_only_its_own_items(world: World) -> None:
     async with world.cluster("2E/1P/1D") as cluster:
         stuck = Stuck(cluster, "encode-0")
         task = asyncio.create_task(answer(cluster, world.request("r", [0, 1, 2])))
@@ -545,3 +545,18 @@ async def test_a_worker_that_does_not_answer_its_probe_is_suspect(world: World) 
         (answered,) = (await cluster.router.health()).values()
         assert "no answer to a probe" in answered
         assert not cluster.router.ready()
+
+
+async def test_s4_a_worker_that_answers_no_probe_twice_is_lost_and_its_items_are_encoded_elsewhere(
+    world: World,
+) -> None:
+    """Its heartbeats come from another thread and go on."""
+    async with world.cluster("2E/1P/1D", RouterConfig(probe_timeout_s=0.2)) as cluster:
+        stuck = Stuck(cluster, "encode-0")
+        task = asyncio.create_task(answer(cluster, world.request("r", [0, 1, 2])))
+        await until(stuck.is_asked)
+        hold_back(cluster, messages.Probed, "encode-0")
+        for _ in range(2):
+            assert "no answer to a probe" in (await cluster.router.health())["encode-0"]
+        assert (await task).token_ids == world.expected(cluster, [0, 1, 2])
+        assert "encode-0" not in [worker.name for worker in cluster.router.registry.workers()]

@@ -107,7 +107,7 @@ def test_an_item_larger_than_the_budget_runs_alone(node: EncodeNode) -> None:
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_image_fails_only_itself_and_says_so(node: EncodeNode) -> None:
+def test_s5_a_bad_image_fails_only_itself_and_says_so(node: EncodeNode) -> None:
     node.ask("a", item_to_encode("bad", content=BAD))
     node.ask("b", item_to_encode("x"))
     node.run()
@@ -117,7 +117,7 @@ def test_a_bad_image_fails_only_itself_and_says_so(node: EncodeNode) -> None:
     assert node.stage.num_live() == 0
 
 
-def test_a_poisoned_batch_is_run_one_by_one(node: EncodeNode) -> None:
+def test_s5_a_poisoned_batch_is_run_one_by_one(node: EncodeNode) -> None:
     node.ask("a", item_to_encode("x", 4))
     node.ask("b", item_to_encode("poison", 3, POISON))
     node.ask("c", item_to_encode("y", 5))

@@ -171,13 +171,6 @@ def test_a_prompt_that_leaves_no_room_is_refused_for_good(pd: LanguageNode, leng
     pd.assert_nothing_held()
 
 
-def test_a_stage_that_is_not_hosted_is_refused_so_that_another_may(p: LanguageNode, d: LanguageNode) -> None:
-    p.receive(decode("r", PROMPT, CONSUMER))
-    d.receive(prefill("r", PROMPT))
-    for node in (p, d):
-        assert [m.reason for m in node.mail.of(Refused)] == [Refusal.STAGE_NOT_HOSTED]
-
-
 def test_a_step_that_fails_ends_its_requests_and_the_worker_goes_on(pd: LanguageNode) -> None:
     pd.receive(prefill("a", PROMPT))
     pd.runner.error = RuntimeError("out of memory")

@@ -155,8 +155,7 @@ class Attempt:
                     raise WorkerLostError(f"{sender} refused the request: {message.message}")
                 raise BadRequestError(message.message)
             case messages.EmbeddingsNeeded():
-                consumer = self.plan.prefill if sender == self.plan.prefill.name else self.plan.decode
-                self._demand(message.mm_hashes, consumer)
+                self._on_embeddings_needed(sender, message.mm_hashes)
             case messages.ItemEncoded():
                 self._marks.item_encoded(message, sender)
                 self._on_item_encoded(sender, message)
@@ -198,6 +197,16 @@ class Attempt:
             self._open[mm_hash] = _OpenItem(None, consumer)
             self._marks.item_demanded(mm_hash)
             self._queue_item(mm_hash, consumer)
+
+    def _on_embeddings_needed(self, sender: str, mm_hashes: Iterable[str]) -> None:
+        """An item that was on its way to the sender already did not arrive: its encode worker failed it."""
+        consumer = self.plan.prefill if sender == self.plan.prefill.name else self.plan.decode
+        for mm_hash in mm_hashes:
+            item = self._open.get(mm_hash)
+            if item is not None and item.encoder is not None and item.consumer is consumer:
+                self._encode_elsewhere(mm_hash, item.encoder.name, f"its embedding did not arrive at {sender}")
+            else:
+                self._demand([mm_hash], consumer)
 
     def _queue_item(self, mm_hash: str, consumer: RegisteredWorker) -> None:
         """Raises NoCapacityError where nobody is left who could encode it."""

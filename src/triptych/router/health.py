@@ -1,7 +1,7 @@
 """Probes: every worker does a small piece of real work in each of its stages, now and then and for `/health`.
 
 A worker that fails a probe is suspect and gets no new work until a later probe succeeds: a circuit breaker whose trial
-requests are nobody's.
+requests are nobody's. One that answers no probe twice in a row hangs, though it may heartbeat: it is lost.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ class Probes:
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._open[probe_id] = (worker.address.epoch, answer)
         self._mailbox.send(worker.address, Probe(probe_id))
+        silence = f"no answer to a probe within {self._config.probe_timeout_s} s"
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
                 worker.suspect = await answer
         except TimeoutError:
-            worker.suspect = f"no answer to a probe within {self._config.probe_timeout_s} s"
+            if worker.suspect == silence:
+                self._registry.hangs(worker.address)
+            worker.suspect = silence
         finally:
             del self._open[probe_id]
         return worker.suspect

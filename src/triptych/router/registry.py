@@ -142,6 +142,12 @@ class Registry:
         if worker is not None:
             self._lose(worker, "its process died")
 
+    def hangs(self, address: WorkerAddress) -> None:
+        """It heartbeats and does no work."""
+        worker = self.find(address.name, address.epoch)
+        if worker is not None:
+            self._lose(worker, "it does not answer its probes")
+
     def _lose(self, worker: RegisteredWorker, reason: str, level: int = logging.WARNING) -> None:
         del self._workers[worker.name]
         self._lost_epochs.add(worker.address.epoch)

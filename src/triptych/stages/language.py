@@ -26,8 +26,6 @@ from triptych.messages import (
     LeaseReleased,
     ListBlocks,
     Prefill,
-    Refusal,
-    Refused,
     StepOutput,
     TokenOutput,
 )
@@ -41,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class LanguageStage:
-    """`prefill` or `decode` is None when the worker does not host it; its messages are refused."""
+    """`prefill` or `decode` is None when the worker does not host it; the worker refuses its messages."""
 
     def __init__(
         self,
@@ -70,23 +68,16 @@ class LanguageStage:
         )  # fmt: skip
 
     def routes(self) -> Routes:
-        routes: dict[type, Callable[..., None]] = {
-            EmbeddingPublished: self.embedding_published,
-            Cancel: self.cancel,
-            Prefill: self._prefill.accept if self._prefill else self._refuse,
-            Decode: self._decode.accept if self._decode else self._refuse,
-        }
+        routes: dict[type, Callable[..., None]] = {EmbeddingPublished: self.embedding_published, Cancel: self.cancel}
         if self._prefill:
+            routes[Prefill] = self._prefill.accept
             routes[FetchKV] = self._prefill.fetch_kv
             routes[ListBlocks] = self._prefill.list_blocks
         if self._decode:
+            routes[Decode] = self._decode.accept
             routes[KVPublished] = self._decode.kv_published
             routes[KVRefused] = self._decode.kv_refused
         return routes
-
-    def _refuse(self, message: Prefill | Decode) -> None:
-        reason = f"this worker does not host {type(message).__name__.lower()}"
-        self._mail.to_router(Refused(message.request_id, message.attempt, Refusal.STAGE_NOT_HOSTED, reason))
 
     # -- embeddings ----------------------------------------------------------------------------------------------------
 
