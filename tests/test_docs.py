@@ -26,7 +26,7 @@ import pytest
 
 from triptych.api.app import create_app
 from triptych.api.seam import RouterLike
-from triptych.api.unsupported import NEUTRAL
+from triptych.api.unsupported import CHAT
 from triptych.cli.main import build_parser
 from triptych.cli.options import Option, options
 from triptych.cli.serve import placement_of
@@ -261,7 +261,7 @@ def test_routes_that_the_readme_names_exist() -> None:
 
 
 def test_fields_that_the_readme_calls_refused_are() -> None:
-    assert {"n", "logprobs", "logit_bias", "tools", "presence_penalty"} <= NEUTRAL.keys()
+    assert {"use_beam_search", "prompt_embeds"} <= CHAT.keys()
 
 
 @every_page

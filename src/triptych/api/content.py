@@ -1,6 +1,6 @@
 """Chat messages: from OpenAI's and vLLM's many forms of content to the one form that the chat template reads.
 
-Called by `api/openai.py` in the router process. Images are taken out in the order in which they stand; an image part
+Called by `api/chat.py` in the router process. Images are taken out in the order in which they stand; an image part
 that stays behind is `{"type": "image"}`.
 """
 
@@ -103,16 +103,16 @@ def _kind(part: dict[str, Any], at: str) -> str:
 
 
 def _image(part: dict[str, Any], at: str) -> ImageInput:
-    """`image_url` as an object with `url` or as a string; `detail` is ignored."""
+    """`image_url` as an object with `url`, a string, or null: what was sent with this `uuid`. `detail` is ignored."""
     uuid = part.get("uuid") or ""
     if not isinstance(uuid, str):
         raise MalformedRequestError(f"`{at}.uuid` must be a string.", param=f"body.{at}.uuid")
     image_url = part.get("image_url")
     if image_url is None and uuid:
-        raise UnsupportedFieldError("An image `uuid` without a URL is not implemented.", param=f"{at}.image_url")
+        return ImageInput("", uuid, at)
     if isinstance(image_url, dict):
-        return ImageInput(_string(image_url, "url", f"{at}.image_url"), uuid)
-    return ImageInput(_string(part, "image_url", at), uuid)
+        return ImageInput(_string(image_url, "url", f"{at}.image_url"), uuid, at)
+    return ImageInput(_string(part, "image_url", at), uuid, at)
 
 
 def _string(part: dict[str, Any], field: str, at: str) -> str:

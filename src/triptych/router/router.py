@@ -19,7 +19,7 @@ from triptych.errors import OverloadedError, TriptychError
 from triptych.observe.metrics import Metrics
 from triptych.prompt.detokenize import IncrementalDetokenizer
 from triptych.prompt.layout import PromptBuilder
-from triptych.prompt.token_bytes import TokenBytes
+from triptych.prompt.vocabulary import Vocabulary
 from triptych.router.attempt import FromWorker, Lost
 from triptych.router.choice import Attempts, Choice, run_side_by_side
 from triptych.router.client import RouterMailbox
@@ -60,7 +60,7 @@ class Router:
         self._metrics = metrics
         self._clock = clock or MonotonicClock()
         self._media = MediaReader(config.media, builder.layout, fingerprint)
-        self._token_bytes = TokenBytes(builder.tokenizer)
+        self.vocabulary = Vocabulary(builder.tokenizer, builder.vocab_size)
         self._attempts: Attempts = {}
         self._joined = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -130,6 +130,10 @@ class Router:
             self._metrics.request_ended()
             marks.log()
 
+    async def lay_out(self, request: Request) -> Prompt:
+        """The request's prompt, its images' headers read, without running it. Raises as `handle` does."""
+        return lay_out(self._builder, request, await self._media.read(request), self.max_model_len)
+
     def admit(self, num_others: int | None = None, deadline_s: float | None = None) -> None:
         """Before any work on a request. Raises OverloadedError with the time after which to ask again."""
         if self.closing:
@@ -161,7 +165,7 @@ class Router:
             stop=request.stop,
             include_stop_str=request.include_stop_str_in_output,
         )
-        output = RequestOutput(request, detokenizer, self._token_bytes, index)
+        output = RequestOutput(request, detokenizer, self.vocabulary, index)
         if index > 0:
             marks = RequestMarks(request.request_id, self._clock)
         return Choice(index, request, prompt, media, output, self._parts, marks, self._attempts, self._joined)
