@@ -15,10 +15,11 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from triptych.api import admin, models, state
+from triptych.api import admin, models, state, tokens
 from triptych.api.admission import Admission
 from triptych.api.body import BodyReader, json_response
 from triptych.api.chat import parse_chat
+from triptych.api.completions import parse_completion
 from triptych.api.edge import Guard, RequestIds
 from triptych.api.endpoint import ApiParts, GenerationEndpoint
 from triptych.api.errors import error_response
@@ -49,6 +50,8 @@ def create_app(router: RouterLike, config: Config, metrics: Metrics, admission: 
     parts = ApiParts(router, api, metrics, admission, bodies)
     routes: list[BaseRoute] = [
         Route("/v1/chat/completions", GenerationEndpoint(parts, parse_chat)),
+        Route("/v1/completions", GenerationEndpoint(parts, parse_completion)),
+        *tokens.routes(parts),
         *models.routes(router),
         *state.routes(router, metrics),
         *admin.routes(router),
