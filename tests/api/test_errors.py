@@ -104,6 +104,8 @@ async def test_charset_in_the_content_type_is_fine(api: Any) -> None:
         ({"request_id": ""}, "request_id"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"n": 0}, "n"),
+        ({"deadline_s": 0}, "deadline_s"),
+        ({"deadline_s": -1}, "deadline_s"),
         ({"n": 129}, "n"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"),

@@ -106,4 +106,5 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     request_id: str | None = None
     session_id: str | None = None
+    deadline_s: float | None = None  # ours: from the request's arrival to its last token
     timing: bool | None = None  # ours: the answer carries the request's timeline

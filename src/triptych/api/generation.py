@@ -15,6 +15,7 @@ from triptych.api.sampling import (
     check_stream_options,
     given,
     read_bad_words,
+    read_deadline,
     read_n,
     read_priority,
     read_sampling,
@@ -91,6 +92,7 @@ def read_request(
         truncation_side=given(fields.truncation_side, "left"),
         cache_salt=given(fields.cache_salt, ""),
         priority=read_priority(fields.priority),
+        deadline_s=read_deadline(fields.deadline_s),
         session_id=given(fields.session_id, ""),
         client=caller.client,
     )

@@ -166,6 +166,13 @@ def read_priority(priority: int | None) -> int:
     return in_range("priority", given(priority, 0), -INT_RANGE, INT_RANGE - 1)
 
 
+def read_deadline(deadline_s: float | None) -> float | None:
+    """Seconds. The server's own limit holds as well."""
+    if deadline_s is None:
+        return None
+    return _above_zero("deadline_s", in_range("deadline_s", deadline_s, 0, math.inf, "`deadline_s` must be above 0."))
+
+
 class Ids:
     """The answer's id, the request's own, which is unique even where clients repeat theirs, and the header's."""
 

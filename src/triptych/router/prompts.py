@@ -30,6 +30,12 @@ def lay_out(builder: PromptBuilder, request: Request, media: list[MediaItem], ma
     return prompt
 
 
+def read_by(prompt: Prompt, media: list[MediaItem]) -> list[MediaItem]:
+    """Those that have a place in the prompt: a cut prompt may have lost some."""
+    placed = {item.mm_hash for item in prompt.items}
+    return [item for item in media if item.mm_hash in placed]
+
+
 def _texts(request: Request) -> list[object]:
     """All that a chat template, or the tokenizer, may read."""
     return [

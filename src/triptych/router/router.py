@@ -31,7 +31,7 @@ from triptych.router.output import RequestOutput
 from triptych.router.parts import RouterParts
 from triptych.router.plan import make_plan
 from triptych.router.prefix_index import PrefixIndex
-from triptych.router.prompts import bound_output, lay_out
+from triptych.router.prompts import bound_output, lay_out, read_by
 from triptych.router.registry import RegisteredWorker, Registry
 from triptych.types import Event, Finished, MediaItem, Prompt, Request, Stage, Usage, WorkerAddress
 
@@ -110,6 +110,7 @@ class Router:
                 media = await self._media.read(request)
             with marks.plan():
                 prompt = lay_out(self._builder, request, media, self.max_model_len)
+                media = read_by(prompt, media)
                 request = bound_output(request, prompt, self.max_model_len)
                 plan = make_plan(prompt, request.cache_salt, self.registry, self.prefixes, request.session_id)
             choices = [self._choice(index, request, prompt, media, marks) for index in range(request.n)]
