@@ -25,6 +25,7 @@ from triptych.api.endpoint import ApiParts, GenerationEndpoint
 from triptych.api.errors import error_response
 from triptych.api.keys import Keys
 from triptych.api.rates import Rates
+from triptych.api.responses import parse_response
 from triptych.api.seam import RouterLike
 from triptych.config import Config
 from triptych.errors import TriptychError
@@ -51,6 +52,7 @@ def create_app(router: RouterLike, config: Config, metrics: Metrics, admission: 
     routes: list[BaseRoute] = [
         Route("/v1/chat/completions", GenerationEndpoint(parts, parse_chat)),
         Route("/v1/completions", GenerationEndpoint(parts, parse_completion)),
+        Route("/v1/responses", GenerationEndpoint(parts, parse_response)),
         *tokens.routes(parts),
         *models.routes(router),
         *state.routes(router, metrics),

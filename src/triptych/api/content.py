@@ -40,10 +40,11 @@ def read_messages(messages: list[ChatMessage]) -> tuple[list[dict[str, object]],
     if not messages:
         raise BadRequestError("`messages` must not be empty.", param="messages")
     images: list[ImageInput] = []
-    return [_message(message, f"messages.{k}", images) for k, message in enumerate(messages)], images
+    return [read_message(message, f"messages.{k}", images) for k, message in enumerate(messages)], images
 
 
-def _message(message: ChatMessage, at: str, images: list[ImageInput]) -> dict[str, object]:
+def read_message(message: ChatMessage, at: str, images: list[ImageInput]) -> dict[str, object]:
+    """`at` is where the request has it; its images are added to `images`."""
     if message.role not in ROLES:
         raise BadRequestError(f"`{at}.role` must be one of {', '.join(ROLES)}.", param=f"{at}.role")
     role = "system" if message.role == "developer" else message.role  # templates drop roles that they do not know

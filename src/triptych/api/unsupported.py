@@ -49,6 +49,24 @@ COMPLETIONS: Neutral = {
     **GENERATION,
     "suffix": ("",),
 }
+RESPONSES: Neutral = {
+    # kept between calls: this server keeps nothing. `store` is taken and answered with false.
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "context_management": ([],),
+    # of the model
+    "n": (1,),
+    "max_tool_calls": (),
+    "reasoning": ({}, {"effort": "none"}),
+    "truncation": ("disabled",),
+    "moderation": (),
+    "modalities": (["text"],),
+    "use_beam_search": (False,),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+}
 
 
 def refuse_unsupported(body: Mapping[str, object], neutral: Neutral) -> None:
