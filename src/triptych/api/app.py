@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from triptych.api import admin, models, state, tokens
+from triptych.api import admin, models, openapi, state, tokens
 from triptych.api.admission import Admission
 from triptych.api.body import BodyReader, json_response
 from triptych.api.chat import parse_chat
@@ -57,6 +57,7 @@ def create_app(router: RouterLike, config: Config, metrics: Metrics, admission: 
         *models.routes(router),
         *state.routes(router, metrics),
         *admin.routes(router),
+        openapi.route(),
     ]
     app: ASGIApp = Starlette(
         routes=routes,

@@ -45,21 +45,19 @@ class OutputText(msgspec.Struct, frozen=True):
     type: Literal["output_text"] = "output_text"
 
 
-class OutputMessage(msgspec.Struct, frozen=True):
+class OutputMessage(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
     id: str
     status: ItemStatus
     content: list[OutputText]
     role: Literal["assistant"] = "assistant"
-    type: Literal["message"] = "message"
 
 
-class OutputCall(msgspec.Struct, frozen=True):
+class OutputCall(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
     id: str
     call_id: str
     name: str
     arguments: str  # JSON
     status: ItemStatus
-    type: Literal["function_call"] = "function_call"
 
 
 OutputItem = OutputMessage | OutputCall
@@ -96,7 +94,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int  # seconds of the epoch
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     model: str
-    output: list[Any]  # of `OutputItem`
+    output: list[OutputItem]
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
@@ -122,28 +120,28 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
 # -- events: `type` and `sequence_number` are in each ------------------------------------------------------------------
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class TypedEvent(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     sequence_number: int
 
 
-class ResponseEvent(Event, frozen=True, kw_only=True):
+class ResponseEvent(TypedEvent, frozen=True, kw_only=True):
     response: ResponseBody
 
 
-class ItemEvent(Event, frozen=True, kw_only=True):
+class ItemEvent(TypedEvent, frozen=True, kw_only=True):
     output_index: int
     item: OutputItem
 
 
-class PartEvent(Event, frozen=True, kw_only=True):
+class PartEvent(TypedEvent, frozen=True, kw_only=True):
     item_id: str
     output_index: int
     part: OutputText
     content_index: int = 0
 
 
-class TextDeltaEvent(Event, frozen=True, kw_only=True):
+class TextDeltaEvent(TypedEvent, frozen=True, kw_only=True):
     item_id: str
     output_index: int
     delta: str
@@ -151,7 +149,7 @@ class TextDeltaEvent(Event, frozen=True, kw_only=True):
     content_index: int = 0
 
 
-class TextDoneEvent(Event, frozen=True, kw_only=True):
+class TextDoneEvent(TypedEvent, frozen=True, kw_only=True):
     item_id: str
     output_index: int
     text: str
@@ -159,13 +157,13 @@ class TextDoneEvent(Event, frozen=True, kw_only=True):
     content_index: int = 0
 
 
-class ArgumentsDeltaEvent(Event, frozen=True, kw_only=True):
+class ArgumentsDeltaEvent(TypedEvent, frozen=True, kw_only=True):
     item_id: str
     output_index: int
     delta: str
 
 
-class ArgumentsDoneEvent(Event, frozen=True, kw_only=True):
+class ArgumentsDoneEvent(TypedEvent, frozen=True, kw_only=True):
     item_id: str
     output_index: int
     name: str

@@ -11,7 +11,6 @@ from triptych.api.logprobs import ChatLogprob
 from triptych.api.response_body import (
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
-    Event,
     ItemEvent,
     ItemStatus,
     OutputCall,
@@ -20,6 +19,7 @@ from triptych.api.response_body import (
     PartEvent,
     TextDeltaEvent,
     TextDoneEvent,
+    TypedEvent,
 )
 
 
@@ -30,7 +30,7 @@ class MessageItem:
         self._text = ""
         self._logprobs: list[ChatLogprob] = []
 
-    def opening(self) -> Iterator[Event]:
+    def opening(self) -> Iterator[TypedEvent]:
         yield ItemEvent(
             type="response.output_item.added",
             sequence_number=0,
@@ -39,7 +39,7 @@ class MessageItem:
         )
         yield self._part("response.content_part.added", OutputText(""))
 
-    def add(self, text: str, logprobs: list[ChatLogprob]) -> Iterator[Event]:
+    def add(self, text: str, logprobs: list[ChatLogprob]) -> Iterator[TypedEvent]:
         """Takes the text in at once, whether or not the events are read."""
         self._text += text
         self._logprobs += logprobs
@@ -56,7 +56,7 @@ class MessageItem:
             ]
         )
 
-    def closing(self, status: ItemStatus) -> Iterator[Event]:
+    def closing(self, status: ItemStatus) -> Iterator[TypedEvent]:
         yield TextDoneEvent(
             type="response.output_text.done",
             sequence_number=0,
@@ -88,7 +88,7 @@ class CallItem:
         self._name = name
         self._arguments = ""
 
-    def opening(self) -> Iterator[Event]:
+    def opening(self) -> Iterator[TypedEvent]:
         yield ItemEvent(
             type="response.output_item.added",
             sequence_number=0,
@@ -96,7 +96,7 @@ class CallItem:
             item=self.body("in_progress"),
         )
 
-    def add(self, arguments: str) -> Iterator[Event]:
+    def add(self, arguments: str) -> Iterator[TypedEvent]:
         """Takes them in at once, whether or not the events are read."""
         self._arguments += arguments
         return iter(
@@ -111,7 +111,7 @@ class CallItem:
             ]
         )
 
-    def closing(self, status: ItemStatus) -> Iterator[Event]:
+    def closing(self, status: ItemStatus) -> Iterator[TypedEvent]:
         yield ArgumentsDoneEvent(
             type="response.function_call_arguments.done",
             sequence_number=0,
