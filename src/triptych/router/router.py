@@ -23,6 +23,7 @@ from triptych.prompt.vocabulary import Vocabulary
 from triptych.router.attempt import FromWorker, Lost
 from triptych.router.choice import Attempts, Choice, run_side_by_side
 from triptych.router.client import RouterMailbox
+from triptych.router.constraints import constrain
 from triptych.router.encode_queue import EncodeQueue
 from triptych.router.health import Probes
 from triptych.router.marks import RequestMarks
@@ -112,6 +113,7 @@ class Router:
                 prompt = lay_out(self._builder, request, media, self.max_model_len)
                 media = read_by(prompt, media)
                 request = bound_output(request, prompt, self.max_model_len)
+                request = constrain(request, self._builder.tokenizer)
                 plan = make_plan(prompt, request.cache_salt, self.registry, self.prefixes, request.session_id)
             choices = [self._choice(index, request, prompt, media, marks) for index in range(request.n)]
             async with aclosing(run_side_by_side(choices, plan)) as events:
