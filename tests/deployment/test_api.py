@@ -124,7 +124,8 @@ async def test_refused_once_and_before_any_byte_of_a_stream(http: httpx.AsyncCli
     status, param, message = await refused(http, chat("hi", stop_token_ids=[10**6]))
     assert (status, param) == (400, "stop_token_ids")
     assert "1000000" in message
-    for field, value in (("use_beam_search", True), ("logprob_token_ids", [5]), ("reasoning_effort", "high")):
+    fields: dict[str, Any] = {"use_beam_search": True, "logprob_token_ids": [5], "reasoning_effort": "high"}
+    for field, value in fields.items():
         status, param, message = await refused(http, chat("hi", **{field: value}))
         assert (status, param) == (400, field)
         assert field in message
