@@ -26,7 +26,7 @@ import pytest
 
 from triptych.api.app import create_app
 from triptych.api.seam import RouterLike
-from triptych.api.unsupported import NEUTRAL
+from triptych.api.unsupported import CHAT
 from triptych.cli.main import build_parser
 from triptych.cli.options import Option, options
 from triptych.cli.serve import placement_of
@@ -261,7 +261,7 @@ def test_routes_that_the_readme_names_exist() -> None:
 
 
 def test_fields_that_the_readme_calls_refused_are() -> None:
-    assert {"n", "logprobs", "logit_bias", "tools", "presence_penalty"} <= NEUTRAL.keys()
+    assert {"use_beam_search", "prompt_embeds"} <= CHAT.keys()
 
 
 @every_page
@@ -288,7 +288,9 @@ async def deployment(tmp_path: Path) -> AsyncIterator[Deployment]:
         yield running
 
 
-async def _run(running: Deployment, directory: Path, *command: str) -> str:
+async def run_example(running: Deployment, directory: Path, *command: str) -> str:
+    """What it printed. The examples' URL is replaced by the deployment's."""
+    command = tuple(word.replace(URL, running.url) for word in command)
     environment: dict[str, Any] = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
     process = await asyncio.create_subprocess_exec(
         *command, cwd=directory, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -307,14 +309,14 @@ def _example(language: str, word: str) -> str:
 
 @pytest.mark.slow
 async def test_the_readmes_examples_run(deployment: Deployment, tmp_path: Path) -> None:
-    curl = _example("bash", "curl").replace(URL, deployment.url)
-    answer = msgspec.json.decode(await _run(deployment, tmp_path, "bash", "-euo", "pipefail", "-c", curl))
+    curl = _example("bash", "curl")
+    answer = msgspec.json.decode(await run_example(deployment, tmp_path, "bash", "-euo", "pipefail", "-c", curl))
     text = answer["choices"][0]["message"]["content"]
     assert text.strip()
     assert answer["timing"]["critical_path"]
 
-    client = _example("python", "OpenAI").replace(URL, deployment.url)
-    whole, streamed = (await _run(deployment, tmp_path, sys.executable, "-c", client)).splitlines()
+    client = _example("python", "OpenAI")
+    whole, streamed = (await run_example(deployment, tmp_path, sys.executable, "-c", client)).splitlines()
     assert whole == streamed == text, "greedy answers to one question are one answer"
 
 

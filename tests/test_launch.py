@@ -22,6 +22,7 @@ import httpx
 import msgspec
 import pytest
 
+from tests.api.conftest import FakeVocabulary
 from triptych.api.admission import Admission
 from triptych.api.app import create_app
 from triptych.cli.foreground import serve
@@ -38,6 +39,7 @@ from triptych.types import (
     FinishReason,
     Heartbeat,
     Load,
+    Prompt,
     Request,
     Stage,
     TextDelta,
@@ -118,6 +120,7 @@ class PlayRouter:
 
     def __init__(self) -> None:
         self.registry = PlayRegistry()
+        self.vocabulary = FakeVocabulary()
         self.log: list[str] = []
         self.delay_s = 0.0
 
@@ -126,6 +129,12 @@ class PlayRouter:
 
     async def close(self) -> None:
         self.log.append("close")
+
+    def admit(self) -> None:
+        return None
+
+    async def lay_out(self, request: Request) -> Prompt:
+        return Prompt([1])
 
     async def handle(self, request: Request) -> AsyncIterator[Event]:
         yield TextDelta("yes", 1)
@@ -144,7 +153,7 @@ class PlayRouter:
 
 
 def play_compose(config: Config, runtime_dir: str) -> Serving:
-    router, admission = PlayRouter(), Admission()
+    router, admission = PlayRouter(), Admission(16)
     return Serving(router, create_app(router, config, Metrics(), admission), admission)
 
 

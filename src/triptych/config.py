@@ -143,6 +143,22 @@ class ApiConfig(Section, frozen=True):
     host: Annotated[str, doc("address that the API listens on")] = "127.0.0.1"
     port: Annotated[Annotated[int, Meta(ge=0, le=65535)], doc("port of the API; 0: any free one")] = 8000
     max_body_bytes: Annotated[PositiveInt, doc("longest request body")] = 128 << 20
+    max_reading_bytes: Annotated[
+        PositiveInt, doc("bytes of all bodies that are being read; one more is answered 503")
+    ] = 1 << 30
+    body_timeout_s: Annotated[Seconds, doc("time in which a request body must arrive")] = 60.0
+    api_keys_file: Annotated[
+        str, doc("file of API keys, one a line; the variable TRIPTYCH_API_KEYS may hold more; none at all: no keys")
+    ] = ""
+    requests_per_minute: Annotated[
+        Count, doc("requests that one key, or one address where there are no keys, may start; 0: no limit")
+    ] = 0
+    cors_origins: Annotated[
+        str, doc("origins whose pages may call the API, separated by commas; *: all; empty: none")
+    ] = ""
+    trust_request_chat_template: Annotated[
+        bool, doc("take `chat_template` from requests: it runs in a sandbox, but can use up memory and time")
+    ] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], doc("least severe line that is logged")] = "info"
 
 

@@ -1,6 +1,6 @@
 """The one exception tree. Each leaf knows its HTTP status, whether a retry can help, and whose fault it is.
 
-`api/openai.py` turns a `TriptychError` into the body that OpenAI clients expect; nothing else maps errors to HTTP.
+`api/errors.py` turns a `TriptychError` into the body that OpenAI clients expect; nothing else maps errors to HTTP.
 """
 
 from __future__ import annotations
@@ -55,9 +55,23 @@ class MediaTimeoutError(TriptychError):
     retryable = True
 
 
+class AuthenticationError(TriptychError):
+    """No API key came with the request, or one that is not known here."""
+
+    status = 401
+    type = "AuthenticationError"
+
+
 class NotFoundError(TriptychError):
     status = 404
     type = "NotFoundError"
+
+
+class RequestTimeoutError(TriptychError):
+    """The HTTP body did not arrive in time."""
+
+    status = 408
+    type = "RequestTimeoutError"
 
 
 class RequestTooLargeError(TriptychError):
@@ -65,6 +79,18 @@ class RequestTooLargeError(TriptychError):
 
     status = 413
     type = "RequestEntityTooLargeError"
+
+
+class RateLimitError(TriptychError):
+    """This client asked too often. Ask again after `retry_after_s`."""
+
+    status = 429
+    type = "RateLimitError"
+    retryable = True
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 # -- the server's state ------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def compose(config: Config, runtime_dir: str) -> Serving:
 
     spec = open_model(config.model.path, config.model)
     builder = PromptBuilder(spec.path, spec.family)
-    metrics, admission = Metrics(), Admission()
+    metrics, admission = Metrics(), Admission(config.router.max_num_requests)
     mailbox = ZmqMailbox(runtime_dir)
     router = Router(config, builder, spec.fingerprint, spec.served_name, spec.max_model_len, mailbox, metrics)
     metrics.watch(router.registry.workers)

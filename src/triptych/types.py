@@ -193,6 +193,7 @@ class Structure(msgspec.Struct, frozen=True):
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
     source: str  # the schema as JSON text, the expression, a JSON list of choices, or the grammar
+    param: str = "structured_outputs"  # where the request has it, for errors
 
 
 class ToolChoice(StrEnum):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +23,7 @@ from triptych.types import (
     FinishReason,
     Heartbeat,
     Load,
+    Prompt,
     Request,
     Span,
     Stage,
@@ -85,6 +88,21 @@ class FakeRegistry:
         return list(self.known.values())
 
 
+class FakeVocabulary:
+    """Token `k` is the character of code point `k`."""
+
+    size = 200
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
+    def name(self, token_id: int) -> str:
+        return f"<{token_id}>"
+
+
 class FakeRouter:
     """Plays `script`: events are yielded, exceptions raised, an `asyncio.Event` waited for."""
 
@@ -94,6 +112,8 @@ class FakeRouter:
 
     def __init__(self) -> None:
         self.registry = FakeRegistry()
+        self.vocabulary = FakeVocabulary()
+        self.refusal: Exception | None = None  # what `admit` raises
         self.script: list[Event | Exception | asyncio.Event] = [
             STARTED,
             TextDelta("a ", 1),
@@ -126,6 +146,17 @@ class FakeRouter:
         finally:
             self.num_closed += 1
 
+    def admit(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def lay_out(self, request: Request) -> Prompt:
+        """A token a character of the prompt or of the messages' texts, and one an image."""
+        self.requests.append(request)
+        text = request.prompt if request.prompt is not None else f"{len(request.messages)}"
+        tokens = [ord(character) for character in text] if isinstance(text, str) else text
+        return Prompt(tokens + [7] * len(request.images))
+
     def drain(self, name: str) -> bool:
         self.drained.append(name)
         return name == "encode-0"
@@ -146,15 +177,26 @@ class Api:
     admission: Admission
     http: httpx.AsyncClient
 
+    async def post(self, path: str, **fields: object) -> httpx.Response:
+        return await self.http.post(path, json=fields)
+
     async def chat(self, **fields: object) -> httpx.Response:
         body: dict[str, object] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
         return await self.http.post("/v1/chat/completions", json=body | fields)
 
 
-@pytest.fixture
-async def api() -> AsyncIterator[Api]:
-    router, metrics, admission = FakeRouter(), Metrics(), Admission()
-    app = create_app(router, Config(api=ApiConfig(max_body_bytes=20_000)), metrics, admission)
+@asynccontextmanager
+async def serving(**settings: Any) -> AsyncIterator[Api]:
+    """The API with these settings of `ApiConfig`."""
+    router, metrics, admission = FakeRouter(), Metrics(), Admission(16)
+    config = Config(api=ApiConfig(**({"max_body_bytes": 20_000} | settings)))
+    app = create_app(router, config, metrics, admission)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield Api(router, metrics, admission, client)
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    async with serving() as running:
+        yield running

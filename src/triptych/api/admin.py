@@ -12,13 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from triptych.api.body import json_response, read_body
-from triptych.api.openai import ErrorBody, ErrorDetail, convert, decode_object
+from triptych.api.body import BodyReader, convert, decode_object, json_response
+from triptych.api.errors import ErrorBody, ErrorDetail
 from triptych.api.seam import RouterLike
 from triptych.errors import ConfigError, NotFoundError
 from triptych.types import Heartbeat, WorkerInfo
 
 MAX_ADMIN_BYTES = 1 << 20
+BODY_TIMEOUT_S = 10.0
 
 
 class Leaving(msgspec.Struct, frozen=True):
@@ -29,7 +30,7 @@ class Leaving(msgspec.Struct, frozen=True):
 async def _body(request: Request) -> bytes:
     if not is_loopback(request):
         raise NotFoundError("Not found.")  # what a peer that may not ask sees
-    return await read_body(request, MAX_ADMIN_BYTES)
+    return await BodyReader(MAX_ADMIN_BYTES, MAX_ADMIN_BYTES, BODY_TIMEOUT_S).read(request)
 
 
 def is_loopback(request: Request) -> bool:

@@ -1,15 +1,72 @@
-"""Reading a request body under a limit, and writing JSON. Called by `api/app.py` and `api/admin.py`."""
+"""A request's body: read under limits, decoded, and made a struct; and JSON answers. Called by every route.
+
+What is read at once is bounded in bytes over all requests, so that many large bodies cannot fill the memory.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from triptych.errors import MalformedRequestError, RequestTooLargeError
+from triptych.errors import MalformedRequestError, OverloadedError, RequestTimeoutError, RequestTooLargeError
+
+T = TypeVar("T")
+
+
+class BodyReader:
+    """`timeout_s` is for one body; `max_reading_bytes` for all that are being read."""
+
+    def __init__(self, max_bytes: int, max_reading_bytes: int, timeout_s: float) -> None:
+        self._max_bytes = max_bytes
+        self._max_reading_bytes = max_reading_bytes
+        self._timeout_s = timeout_s
+        self.num_reading_bytes = 0
+
+    async def read_json(self, request: Request) -> dict[str, Any]:
+        """The body as an object. Raises what a client must know of a body that is not one, too large or too slow."""
+        require_json(request)
+        return decode_object(await self.read(request))
+
+    async def read(self, request: Request) -> bytes:
+        """A length above the limit is refused from the header, before a byte of it is read."""
+        try:
+            declared = int(request.headers.get("content-length", "0"))
+        except ValueError:
+            raise MalformedRequestError("The `content-length` header is not a number.") from None
+        if declared > self._max_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._read(request)
+        except TimeoutError:
+            raise RequestTimeoutError(f"The body did not arrive within {self._timeout_s} s.") from None
+        except ClientDisconnect:
+            raise MalformedRequestError("The client went away before the body's end.") from None
+
+    async def _read(self, request: Request) -> bytes:
+        chunks: list[bytes] = []
+        num_bytes = 0
+        try:
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                self.num_reading_bytes += len(chunk)
+                if num_bytes > self._max_bytes:
+                    raise self._too_large()
+                if self.num_reading_bytes > self._max_reading_bytes:
+                    raise OverloadedError("Too many bytes of request bodies are being read; ask again.")
+                chunks.append(chunk)
+            return b"".join(chunks)
+        finally:
+            self.num_reading_bytes -= num_bytes
+
+    def _too_large(self) -> RequestTooLargeError:
+        return RequestTooLargeError(f"The request body is longer than the limit of {self._max_bytes} bytes.")
 
 
 def require_json(request: Request) -> None:
@@ -18,29 +75,31 @@ def require_json(request: Request) -> None:
         raise MalformedRequestError("Unsupported media type: only `application/json` is accepted.")
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body's bytes. A length above the limit is refused from the header, before a byte of it is read."""
+def decode_object(body: bytes) -> dict[str, Any]:
+    """The body as a JSON object; the fields keep their JSON types."""
     try:
-        declared = int(request.headers.get("content-length", "0"))
-    except ValueError:
-        raise MalformedRequestError("The `content-length` header is not a number.") from None
-    if declared > max_bytes:
-        raise _too_large(max_bytes)
-    chunks: list[bytes] = []
-    num_bytes = 0
-    try:
-        async for chunk in request.stream():
-            num_bytes += len(chunk)
-            if num_bytes > max_bytes:
-                raise _too_large(max_bytes)
-            chunks.append(chunk)
-    except ClientDisconnect:
-        raise MalformedRequestError("The client went away before the body's end.") from None
-    return b"".join(chunks)
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise MalformedRequestError(f"The body is not a JSON object: {reason}.") from error
+    except UnicodeDecodeError as error:
+        raise MalformedRequestError("The body is not UTF-8.") from error
 
 
-def _too_large(max_bytes: int) -> RequestTooLargeError:
-    return RequestTooLargeError(f"The request body is longer than the limit of {max_bytes} bytes.")
+def convert(fields: Mapping[str, Any], into: type[T]) -> T:
+    """`fields` as the struct `into`. Raises MalformedRequestError with `body.<field>` as its param."""
+    try:
+        return msgspec.convert(fields, into)
+    except msgspec.ValidationError as error:
+        raise MalformedRequestError(f"{error}.", param=_param(str(error))) from error
+
+
+def _param(message: str) -> str:
+    """The field of msgspec's message: "Expected `int`, got `str` - at `$.a[0].b`" gives `body.a.0.b`."""
+    path = re.search(r" - at `\$(.*)`$", message)
+    missing = re.search(r"missing required field `([^`]+)`", message)
+    parts = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", path[1]) if path else ""
+    return f"body{parts}" + (f".{missing[1]}" if missing else "")
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -1,6 +1,6 @@
 """Chat messages: from OpenAI's and vLLM's many forms of content to the one form that the chat template reads.
 
-Called by `api/openai.py` in the router process. Images are taken out in the order in which they stand; an image part
+Called by `api/chat.py` in the router process. Images are taken out in the order in which they stand; an image part
 that stays behind is `{"type": "image"}`.
 """
 
@@ -40,10 +40,11 @@ def read_messages(messages: list[ChatMessage]) -> tuple[list[dict[str, object]],
     if not messages:
         raise BadRequestError("`messages` must not be empty.", param="messages")
     images: list[ImageInput] = []
-    return [_message(message, f"messages.{k}", images) for k, message in enumerate(messages)], images
+    return [read_message(message, f"messages.{k}", images) for k, message in enumerate(messages)], images
 
 
-def _message(message: ChatMessage, at: str, images: list[ImageInput]) -> dict[str, object]:
+def read_message(message: ChatMessage, at: str, images: list[ImageInput]) -> dict[str, object]:
+    """`at` is where the request has it; its images are added to `images`."""
     if message.role not in ROLES:
         raise BadRequestError(f"`{at}.role` must be one of {', '.join(ROLES)}.", param=f"{at}.role")
     role = "system" if message.role == "developer" else message.role  # templates drop roles that they do not know
@@ -103,16 +104,16 @@ def _kind(part: dict[str, Any], at: str) -> str:
 
 
 def _image(part: dict[str, Any], at: str) -> ImageInput:
-    """`image_url` as an object with `url` or as a string; `detail` is ignored."""
+    """`image_url` as an object with `url`, a string, or null: what was sent with this `uuid`. `detail` is ignored."""
     uuid = part.get("uuid") or ""
     if not isinstance(uuid, str):
         raise MalformedRequestError(f"`{at}.uuid` must be a string.", param=f"body.{at}.uuid")
     image_url = part.get("image_url")
     if image_url is None and uuid:
-        raise UnsupportedFieldError("An image `uuid` without a URL is not implemented.", param=f"{at}.image_url")
+        return ImageInput("", uuid, at)
     if isinstance(image_url, dict):
-        return ImageInput(_string(image_url, "url", f"{at}.image_url"), uuid)
-    return ImageInput(_string(part, "image_url", at), uuid)
+        return ImageInput(_string(image_url, "url", f"{at}.image_url"), uuid, at)
+    return ImageInput(_string(part, "image_url", at), uuid, at)
 
 
 def _string(part: dict[str, Any], field: str, at: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from triptych.observe.metrics import WorkerView
-from triptych.types import Event, Heartbeat, Request, WorkerInfo
+from triptych.types import Event, Heartbeat, Prompt, Request, WorkerInfo
 
 
 class RegistryLike(Protocol):
@@ -30,6 +30,19 @@ class RegistryLike(Protocol):
     def workers(self) -> Sequence[WorkerView]: ...
 
 
+class VocabularyLike(Protocol):
+    @property
+    def size(self) -> int: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def name(self, token_id: int) -> str:
+        """As the tokenizer's file spells it."""
+        ...
+
+
 class RouterLike(Protocol):
     @property
     def registry(self) -> RegistryLike: ...
@@ -41,10 +54,21 @@ class RouterLike(Protocol):
     def max_model_len(self) -> int: ...
 
     @property
+    def vocabulary(self) -> VocabularyLike: ...
+
+    @property
     def num_running(self) -> int: ...
+
+    def admit(self) -> None:
+        """Raises OverloadedError where one more request would be refused, before its body is read."""
+        ...
 
     def handle(self, request: Request) -> AsyncIterator[Event]:
         """The events in the order of `types.Event`, or a TriptychError. Closing it cancels the request."""
+        ...
+
+    async def lay_out(self, request: Request) -> Prompt:
+        """The request's prompt, its images' headers read, without running it. Raises as `handle` does."""
         ...
 
     def drain(self, name: str) -> bool:

@@ -1,6 +1,6 @@
 """Request fields that would change the result and are not implemented, with the values that change nothing.
 
-Read by `api/openai.py`. `null` is always neutral. A field that is neither here nor in `ChatRequest` is ignored.
+`null` is always neutral. A field that is neither here nor among those of the request is ignored.
 """
 
 from __future__ import annotations
@@ -9,70 +9,69 @@ from collections.abc import Mapping
 
 from triptych.errors import UnsupportedFieldError
 
-NEUTRAL: dict[str, tuple[object, ...]] = {
+Neutral = Mapping[str, tuple[object, ...]]
+
+GENERATION: Neutral = {
     # OpenAI
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
     "modalities": (["text"],),
     "audio": (),
-    "web_search_options": (),
     # vLLM, sampling
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "use_beam_search": (False,),
-    "structured_outputs": (),
     "structural_tag": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
     "logits_processors": ([],),
     "thinking_token_budget": (),
     "repetition_detection": (),
     "watermarking": (False,),
-    # vLLM, template
-    "continue_final_message": (False,),
-    "add_special_tokens": (False,),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
-    # vLLM, multimodal
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-    "mm_payload": (),
-    "return_mm_kwargs": (False,),
-    "prompt_embeds": (),
     # vLLM, serving: each asks for something in the answer that we do not return
+    "prompt_embeds": (),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
     "vllm_xargs": ({},),
-    "return_token_ids": (False,),
     "return_token_offsets": (False,),
     "return_prompt_text": (False,),
 }
+CHAT: Neutral = {
+    **GENERATION,
+    "best_of": (1,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "mm_payload": (),
+    "return_mm_kwargs": (False,),
+}
+COMPLETIONS: Neutral = {
+    **GENERATION,
+    "suffix": ("",),
+}
+RESPONSES: Neutral = {
+    # kept between calls: this server keeps nothing. `store` is taken and answered with false.
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "context_management": ([],),
+    # of the model
+    "n": (1,),
+    "max_tool_calls": (),
+    "reasoning": ({}, {"effort": "none"}),
+    "truncation": ("disabled",),
+    "moderation": (),
+    "modalities": (["text"],),
+    "use_beam_search": (False,),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+}
 
 
-def refuse_unsupported(body: Mapping[str, object]) -> None:
+def refuse_unsupported(body: Mapping[str, object], neutral: Neutral) -> None:
     """Raises UnsupportedFieldError for the first field whose value is neither null nor neutral."""
-    for field, neutral in NEUTRAL.items():
+    for field, values in neutral.items():
         value = body.get(field)
-        if value is not None and value not in neutral:
+        if value is not None and value not in values:
             raise UnsupportedFieldError(f"`{field}` is not implemented with this value.", param=field)

@@ -36,6 +36,11 @@ class ClientText:
             return [self.hide(item) for item in value]
         return value
 
+    @property
+    def mark(self) -> str:
+        """Digits that no client can have sent, and that are none of the hidden texts."""
+        return f"{self._nonce}{'9' * _INDEX_DIGITS}"
+
     def restore(self, text: str) -> str:
         return self._sentinel.sub(lambda match: self._hidden[int(match[1])], text)
 
@@ -66,6 +71,7 @@ class SpecialTokens:
         self._longest = max(map(len, tokens), default=0)
         nonce = secrets.token_hex(16)
         self._aliases = {text: f"\U0010fff0{nonce}{k:04}\U0010fff1" for k, text in enumerate(tokens)}
+        self._prompt_aliases = {text: alias for text, alias in self._aliases.items() if text != placeholder}
         self._encoder = self._build_encoder(tokenizer, [token for _, token in tokens.values()], placeholder)
         self._real_ids: dict[int, int] = {}  # by the alias's id
         for text, alias in self._aliases.items():
@@ -101,9 +107,17 @@ class SpecialTokens:
                 return size
         return 0
 
+    def encode_prompt(self, text: str, add_special_tokens: bool) -> list[tuple[int, bool]]:
+        """As `encode`, for a prompt that a client wrote whole: its special tokens are real, but for the placeholder."""
+        aliased = self.pattern.sub(lambda match: self._prompt_aliases.get(match[0], match[0]), text)
+        return self._ids(aliased, add_special_tokens)
+
     def encode(self, rendered: str, client: ClientText, add_special_tokens: bool) -> list[tuple[int, bool]]:
         """Token ids, each with whether it is a special token that the template wrote."""
         aliased = self.pattern.sub(lambda match: self._aliases[match[0]], rendered)
-        encoding = self._encoder.encode(client.restore(aliased), add_special_tokens=add_special_tokens)
+        return self._ids(client.restore(aliased), add_special_tokens)
+
+    def _ids(self, aliased: str, add_special_tokens: bool) -> list[tuple[int, bool]]:
+        encoding = self._encoder.encode(aliased, add_special_tokens=add_special_tokens)
         real = self._real_ids
         return [(real[token_id], True) if token_id in real else (token_id, False) for token_id in encoding.ids]

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from triptych.errors import BadRequestError, ConfigError
+from triptych.prompt.continuation import cut_at, mark_end
 from triptych.prompt.guard import ClientText, SpecialTokens
 from triptych.prompt.template import ChatTemplate, read_settings
 from triptych.types import ImageSize, ItemMetadata, MediaItem, Placeholder, Prompt, PromptItem
@@ -68,23 +69,52 @@ class PromptBuilder:
         items: list[MediaItem],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool | None = None,
+        chat_template: str = "",
         template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
     ) -> Prompt:
         """The prompt, its items bound to the template's placeholders in order.
 
         Raises BadRequestError where the template refuses the messages or leaves another number of placeholders.
         """
         client = ClientText(self._specials)
+        template = self.template.with_source(chat_template) if chat_template else self.template
         try:
             kwargs = {name: client.hide(value) for name, value in (template_kwargs or {}).items()}
+            kwargs |= {"tools": client.hide(tools or None), "documents": client.hide(documents or None)}
             hidden = client.hide(messages)
         except RecursionError:
-            raise BadRequestError("values are nested too deep", param="chat_template_kwargs") from None
+            raise BadRequestError("values are nested too deep", param="messages") from None
         for reserved in ("messages", "add_generation_prompt"):
             kwargs.pop(reserved, None)
-        rendered = self.template.render(hidden, add_generation_prompt, **kwargs)
-        tokens = self._specials.encode(rendered, client, self._wants_special_tokens(rendered))
-        return self._place(tokens, items)
+        if continue_final_message:
+            marked, text = mark_end(hidden, client.mark)
+            rendered = cut_at(template.render(marked, add_generation_prompt, **kwargs), client.mark, text)
+        else:
+            rendered = template.render(hidden, add_generation_prompt, **kwargs)
+        if add_special_tokens is None:
+            add_special_tokens = self._wants_special_tokens(rendered)
+        return self._place(self._specials.encode(rendered, client, add_special_tokens), items)
+
+    def build_plain(self, prompt: str | list[int], add_special_tokens: bool = True) -> Prompt:
+        """A prompt that no template touches and that has no images. Raises BadRequestError for an empty one.
+
+        The placeholder's text in it is text; its token is refused, because no image belongs to it.
+        """
+        if isinstance(prompt, str):
+            built = self._place(self._specials.encode_prompt(prompt, add_special_tokens), [])
+        elif self._placeholder_id in prompt:
+            raise BadRequestError(
+                f"the prompt has the token {self.layout.placeholder_text} and no image", param="prompt"
+            )
+        else:
+            built = Prompt(list(prompt))
+        if not built.token_ids:
+            raise BadRequestError("the prompt has no tokens", param="prompt")
+        return built
 
     def _wants_special_tokens(self, rendered: str) -> bool:
         """transformers' processors let the tokenizer add its own (a BOS) unless the template wrote it."""

@@ -1,6 +1,7 @@
 """The checkpoint's chat template, rendered as transformers renders it. Called by `layout.py` in the router.
 
-The template comes with the checkpoint and runs in jinja's sandbox; clients choose its variables only.
+The template comes with the checkpoint and runs in jinja's sandbox; clients choose its variables, and bring their own
+only where the server trusts them.
 """
 
 from __future__ import annotations
@@ -67,6 +68,15 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
+        except RecursionError as error:
+            raise ConfigError("chat template: nested too deep") from error
+
+    def with_source(self, source: str) -> ChatTemplate:
+        """A template from a request, for the same model. Raises BadRequestError."""
+        try:
+            return ChatTemplate(source, self.named_tokens)
+        except ConfigError as error:
+            raise BadRequestError(error.message[:_ERROR_CHARS], param="chat_template") from error
 
     @classmethod
     def load(cls, model_dir: Path) -> ChatTemplate:

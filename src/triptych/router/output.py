@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from triptych.messages import Logprobs, TokenOutput
 from triptych.prompt.detokenize import IncrementalDetokenizer
-from triptych.prompt.token_bytes import TokenBytes
+from triptych.prompt.vocabulary import Vocabulary
 from triptych.types import Event, FinishReason, Request, ScoredToken, TextDelta, TokenLogprobs
 
 
 class RequestOutput:
     def __init__(
-        self, request: Request, detokenizer: IncrementalDetokenizer, token_bytes: TokenBytes, choice: int = 0
+        self, request: Request, detokenizer: IncrementalDetokenizer, vocabulary: Vocabulary, choice: int = 0
     ) -> None:
         self._keep_stop_token = request.include_stop_str_in_output
         self._detokenizer = detokenizer
-        self._token_bytes = token_bytes
+        self._vocabulary = vocabulary
         self._choice = choice
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -45,7 +45,7 @@ class RequestOutput:
 
     def _scored(self, entry: Logprobs) -> TokenLogprobs:
         scored = [
-            ScoredToken(token_id, self._token_bytes[token_id], logprob)
+            ScoredToken(token_id, self._vocabulary.token_bytes(token_id), logprob)
             for token_id, logprob in zip(entry.token_ids, entry.logprobs, strict=True)
         ]
         return TokenLogprobs(scored[0], entry.rank, scored[1:])

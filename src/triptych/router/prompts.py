@@ -9,6 +9,7 @@ import msgspec
 
 from triptych.errors import BadRequestError
 from triptych.prompt.layout import PromptBuilder, num_characters
+from triptych.prompt.truncation import truncate
 from triptych.types import MediaItem, Prompt, Request
 
 MOST_CHARACTERS_A_TOKEN = 16  # on the average of a whole prompt; prose has four or five
@@ -16,18 +17,56 @@ MOST_CHARACTERS_A_TOKEN = 16  # on the average of a whole prompt; prose has four
 
 def lay_out(builder: PromptBuilder, request: Request, media: list[MediaItem], max_model_len: int) -> Prompt:
     """Raises BadRequestError for text that cannot fit, before it is tokenized: that would hold up everybody."""
-    length = num_characters([request.messages, request.template_kwargs])
+    length = num_characters([*_texts(request)])
     if length > MOST_CHARACTERS_A_TOKEN * max_model_len:
         raise BadRequestError(
-            f"the messages have {length} characters, more than fit into the model's limit of {max_model_len} tokens",
-            param="messages",
+            f"the {_name(request)} has {length} characters, more than fit into the model's limit of "
+            f"{max_model_len} tokens",
+            param=_name(request),
         )
+    prompt = _build(builder, request, media)
+    if request.truncate_prompt_tokens is not None:
+        prompt = truncate(prompt, request.truncate_prompt_tokens, request.truncation_side)
+    return prompt
+
+
+def read_by(prompt: Prompt, media: list[MediaItem]) -> list[MediaItem]:
+    """Those that have a place in the prompt: a cut prompt may have lost some."""
+    placed = {item.mm_hash for item in prompt.items}
+    return [item for item in media if item.mm_hash in placed]
+
+
+def _texts(request: Request) -> list[object]:
+    """All that a chat template, or the tokenizer, may read."""
+    return [
+        request.prompt,
+        request.messages,
+        request.template_kwargs,
+        request.tools,
+        request.documents,
+        request.chat_template,
+    ]
+
+
+def _build(builder: PromptBuilder, request: Request, media: list[MediaItem]) -> Prompt:
+    if request.prompt is not None:
+        return builder.build_plain(request.prompt, request.add_special_tokens is not False)
     return builder.build(
         request.messages,
         media,
         add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=request.add_special_tokens,
+        chat_template=request.chat_template,
         template_kwargs=request.template_kwargs,
+        tools=request.tools,
+        documents=request.documents,
     )
+
+
+def _name(request: Request) -> str:
+    """Of the field that holds the prompt."""
+    return "messages" if request.prompt is None else "prompt"
 
 
 def bound_output(request: Request, prompt: Prompt, max_model_len: int) -> Request:
@@ -36,7 +75,7 @@ def bound_output(request: Request, prompt: Prompt, max_model_len: int) -> Reques
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise BadRequestError(
-            f"the prompt has {num_prompt_tokens} tokens, the model's limit is {max_model_len}", param="messages"
+            f"the prompt has {num_prompt_tokens} tokens, the model's limit is {max_model_len}", param=_name(request)
         )
     if request.max_tokens is not None and request.max_tokens > room:
         raise BadRequestError(

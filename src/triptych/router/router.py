@@ -19,10 +19,11 @@ from triptych.errors import OverloadedError, TriptychError
 from triptych.observe.metrics import Metrics
 from triptych.prompt.detokenize import IncrementalDetokenizer
 from triptych.prompt.layout import PromptBuilder
-from triptych.prompt.token_bytes import TokenBytes
+from triptych.prompt.vocabulary import Vocabulary
 from triptych.router.attempt import FromWorker, Lost
 from triptych.router.choice import Attempts, Choice, run_side_by_side
 from triptych.router.client import RouterMailbox
+from triptych.router.constraints import constrain
 from triptych.router.encode_queue import EncodeQueue
 from triptych.router.health import Probes
 from triptych.router.marks import RequestMarks
@@ -31,7 +32,7 @@ from triptych.router.output import RequestOutput
 from triptych.router.parts import RouterParts
 from triptych.router.plan import make_plan
 from triptych.router.prefix_index import PrefixIndex
-from triptych.router.prompts import bound_output, lay_out
+from triptych.router.prompts import bound_output, lay_out, read_by
 from triptych.router.registry import RegisteredWorker, Registry
 from triptych.types import Event, Finished, MediaItem, Prompt, Request, Stage, Usage, WorkerAddress
 
@@ -60,7 +61,7 @@ class Router:
         self._metrics = metrics
         self._clock = clock or MonotonicClock()
         self._media = MediaReader(config.media, builder.layout, fingerprint)
-        self._token_bytes = TokenBytes(builder.tokenizer)
+        self.vocabulary = Vocabulary(builder.tokenizer, builder.vocab_size)
         self._attempts: Attempts = {}
         self._joined = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -110,7 +111,9 @@ class Router:
                 media = await self._media.read(request)
             with marks.plan():
                 prompt = lay_out(self._builder, request, media, self.max_model_len)
+                media = read_by(prompt, media)
                 request = bound_output(request, prompt, self.max_model_len)
+                request = constrain(request, self._builder.tokenizer)
                 plan = make_plan(prompt, request.cache_salt, self.registry, self.prefixes, request.session_id)
             choices = [self._choice(index, request, prompt, media, marks) for index in range(request.n)]
             async with aclosing(run_side_by_side(choices, plan)) as events:
@@ -129,6 +132,10 @@ class Router:
             self.num_running -= 1
             self._metrics.request_ended()
             marks.log()
+
+    async def lay_out(self, request: Request) -> Prompt:
+        """The request's prompt, its images' headers read, without running it. Raises as `handle` does."""
+        return lay_out(self._builder, request, await self._media.read(request), self.max_model_len)
 
     def admit(self, num_others: int | None = None, deadline_s: float | None = None) -> None:
         """Before any work on a request. Raises OverloadedError with the time after which to ask again."""
@@ -161,7 +168,7 @@ class Router:
             stop=request.stop,
             include_stop_str=request.include_stop_str_in_output,
         )
-        output = RequestOutput(request, detokenizer, self._token_bytes, index)
+        output = RequestOutput(request, detokenizer, self.vocabulary, index)
         if index > 0:
             marks = RequestMarks(request.request_id, self._clock)
         return Choice(index, request, prompt, media, output, self._parts, marks, self._attempts, self._joined)

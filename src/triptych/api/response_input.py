@@ -1,0 +1,82 @@
+"""What `/v1/responses` takes as `input`: a text, or items, turned into chat messages and their images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triptych.api.body import convert
+from triptych.api.content import ChatMessage, read_message
+from triptych.errors import BadRequestError, MalformedRequestError, UnsupportedFieldError
+from triptych.types import ImageInput
+
+REFUSED_ITEMS = (
+    "item_reference", "reasoning", "compaction", "file_search_call", "computer_call", "computer_call_output",
+    "web_search_call", "image_generation_call", "code_interpreter_call", "local_shell_call",
+    "local_shell_call_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "mcp_call",
+    "custom_tool_call", "custom_tool_call_output",
+)  # fmt: skip
+
+Message = dict[str, object]
+
+
+def read_input(given: str | list[dict[str, Any]], instructions: str | None) -> tuple[list[Message], list[ImageInput]]:
+    """Messages as the chat template takes them, and their images in order. Raises BadRequestError naming the item."""
+    images: list[ImageInput] = []
+    messages: list[Message] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}], images
+    if not given:
+        raise BadRequestError("`input` must not be empty.", param="input")
+    for k, item in enumerate(given):
+        _add(messages, item, f"input.{k}", images)
+    return messages, images
+
+
+def _add(messages: list[Message], item: dict[str, Any], at: str, images: list[ImageInput]) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append(read_message(_chat_message(item, at), at, images))
+    elif kind == "function_call":
+        _add_call(messages, item, at)
+    elif kind == "function_call_output":
+        if item.get("output") is None:
+            raise MalformedRequestError(f"`{at}.output` is missing.", param=f"body.{at}.output")
+        fields = {"role": "tool", "content": item.get("output"), "tool_call_id": _text(item, "call_id", at)}
+        messages.append(read_message(_chat_message(fields, at), at, images))
+    elif kind in REFUSED_ITEMS:
+        raise UnsupportedFieldError(f"Input items of type `{kind}` are not implemented.", param=at)
+    else:
+        raise BadRequestError(f"Unknown input item type: {str(kind)[:40]!r}.", param=at)
+
+
+def _chat_message(item: dict[str, Any], at: str) -> ChatMessage:
+    fields = {name: item.get(name) for name in ("role", "content", "tool_call_id")}
+    try:
+        return convert({name: value for name, value in fields.items() if value is not None}, ChatMessage)
+    except MalformedRequestError as error:
+        error.param = f"body.{at}{(error.param or '').removeprefix('body')}"
+        raise
+
+
+def _add_call(messages: list[Message], item: dict[str, Any], at: str) -> None:
+    """To the assistant's message that stands before it, or to one of its own: calls of one turn are one message."""
+    function = {"name": _text(item, "name", at), "arguments": item.get("arguments")}
+    call = {"id": _text(item, "call_id", at), "type": "function", "function": function}
+    read: Message = read_message(ChatMessage("assistant", tool_calls=[call]), at, [])
+    last = messages[-1] if messages else {}
+    if last.get("role") == "assistant":
+        earlier, calls = last.get("tool_calls", []), read["tool_calls"]
+        assert isinstance(earlier, list)
+        assert isinstance(calls, list)
+        messages[-1] = {**last, "tool_calls": earlier + calls}
+    else:
+        messages.append(read)
+
+
+def _text(item: dict[str, Any], field: str, at: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str) or not value:
+        raise MalformedRequestError(f"`{at}.{field}` must be a string.", param=f"body.{at}.{field}")
+    return value
