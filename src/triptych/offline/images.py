@@ -1,0 +1,61 @@
+"""Images as Python has them, PIL images, paths and bytes, turned into the URLs that the router reads.
+
+The router then treats them as any client's: sniffed by content, turned as their EXIF says, checked, hashed.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import re
+from pathlib import Path
+
+from PIL import ExifTags, Image
+
+from triptych.errors import MediaError
+from triptych.media.header import PILLOW_ERRORS
+
+ImageLike = Image.Image | str | os.PathLike[str] | bytes
+
+# Of which PNG keeps every value. The rest becomes RGB, as Pillow converts it.
+_PNG_MODES = frozenset({"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"})
+_WITH_ALPHA = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA"}
+_URL = re.compile(r"(data|https?|file):", re.IGNORECASE)
+
+
+def is_url(image: object) -> bool:
+    return isinstance(image, str) and _URL.match(image) is not None
+
+
+def image_url(image: ImageLike) -> str:
+    """A `data:` URL of the image, or the URL that it is. Raises MediaError for a file that cannot be read."""
+    if isinstance(image, str) and is_url(image):
+        return image
+    if isinstance(image, Image.Image):
+        content = _png(image)
+    elif isinstance(image, bytes):
+        content = image
+    else:
+        try:
+            content = Path(image).expanduser().read_bytes()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise MediaError(f"image {os.fspath(image)[:200]!r}: {reason}") from error
+    return f"data:application/octet-stream;base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def _png(image: Image.Image) -> bytes:
+    """Without loss, and with the orientation and the colours that the image says it has."""
+    buffer = io.BytesIO()
+    exif = Image.Exif()
+    try:
+        exif[ExifTags.Base.Orientation] = image.getexif().get(ExifTags.Base.Orientation, 1)
+        if image.mode in _PNG_MODES:
+            image.save(buffer, "PNG", compress_level=1, exif=exif)
+        else:  # a profile of the former colours would be wrong for the new ones
+            converted = image.convert(_WITH_ALPHA.get(image.mode, "RGB"))
+            converted.save(buffer, "PNG", compress_level=1, exif=exif, icc_profile=None)
+    except PILLOW_ERRORS as error:  # of a file that Pillow opened and reads only now
+        raise MediaError(f"the PIL image cannot be read: {error}") from error
+    return buffer.getvalue()
