@@ -10,6 +10,7 @@ import io
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from PIL import ExifTags, Image
 
@@ -18,9 +19,13 @@ from triptych.media.header import PILLOW_ERRORS
 
 ImageLike = Image.Image | str | os.PathLike[str] | bytes
 
-# Of which PNG keeps every value. The rest becomes RGB, as Pillow converts it.
-_PNG_MODES = frozenset({"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"})
-_WITH_ALPHA = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA"}
+# The form that keeps every value of a mode, and what the other modes are converted to.
+_FORMS = {
+    **dict.fromkeys(("1", "L", "LA", "I;16", "P", "RGB", "RGBA"), "PNG"),
+    **dict.fromkeys(("CMYK", "F", "I"), "TIFF"),
+}
+_FAST: dict[str, dict[str, Any]] = {"PNG": {"compress_level": 1}, "TIFF": {"compression": "raw"}}
+_CONVERTED = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "I;16B": "I", "I;16L": "I", "I;16N": "I"}  # else RGB
 _URL = re.compile(r"(data|https?|file):", re.IGNORECASE)
 
 
@@ -33,7 +38,7 @@ def image_url(image: ImageLike) -> str:
     if isinstance(image, str) and is_url(image):
         return image
     if isinstance(image, Image.Image):
-        content = _png(image)
+        content = _encoded(image)
     elif isinstance(image, bytes):
         content = image
     else:
@@ -45,17 +50,18 @@ def image_url(image: ImageLike) -> str:
     return f"data:application/octet-stream;base64,{base64.b64encode(content).decode('ascii')}"
 
 
-def _png(image: Image.Image) -> bytes:
+def _encoded(image: Image.Image) -> bytes:
     """Without loss, and with the orientation and the colours that the image says it has."""
-    buffer = io.BytesIO()
-    exif = Image.Exif()
+    buffer, exif = io.BytesIO(), Image.Exif()
     try:
+        image.load()  # first: it turns a TIFF upright
         exif[ExifTags.Base.Orientation] = image.getexif().get(ExifTags.Base.Orientation, 1)
-        if image.mode in _PNG_MODES:
-            image.save(buffer, "PNG", compress_level=1, exif=exif)
-        else:  # a profile of the former colours would be wrong for the new ones
-            converted = image.convert(_WITH_ALPHA.get(image.mode, "RGB"))
-            converted.save(buffer, "PNG", compress_level=1, exif=exif, icc_profile=None)
+        mode = image.mode if image.mode in _FORMS else _CONVERTED.get(image.mode, "RGB")
+        converted = image if mode == image.mode else image.convert(mode)
+        # A profile of the former colours would be wrong for the new ones.
+        profile = image.info.get("icc_profile") if mode == image.mode else None
+        form = _FORMS[mode]
+        converted.save(buffer, form, exif=exif, icc_profile=profile, **_FAST[form])
     except PILLOW_ERRORS as error:  # of a file that Pillow opened and reads only now
         raise MediaError(f"the PIL image cannot be read: {error}") from error
     return buffer.getvalue()
