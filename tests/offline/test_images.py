@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from tests.media.pictures import WHITE, encoded, exif_orientation, noise, red_left_edge
@@ -43,7 +45,7 @@ def test_transparent_pixels_are_composited_like_a_files() -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
 def test_deep_grey_is_scaled_like_a_files(dtype: type) -> None:
-    values = np.linspace(0, 1 if dtype is np.float32 else 65535, 256).astype(dtype).reshape(16, 16)
+    values: NDArray[Any] = np.linspace(0, 1 if dtype is np.float32 else 65535, 256).astype(dtype).reshape(16, 16)
     grey = np.asarray(seen(Image.fromarray(values)))[..., 0].ravel().astype(int)
     assert (grey[0], grey[-1]) == (0, 255)
     assert np.abs(grey - np.arange(256)).max() <= 1

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -27,7 +26,10 @@ from triptych.worker import Worker
 from .test_llm import SHORT, RecordingBar, ask
 
 LONG = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
-SETTINGS = {"num_kv_blocks": 300, "max_num_seqs": 4}
+
+
+def small(checkpoint: Path) -> LLM:
+    return LLM(checkpoint, num_kv_blocks=300, max_num_seqs=4)
 
 
 Left = Callable[[], list[str]]
@@ -58,13 +60,8 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture
-def checkpoint_settings(checkpoint: Path) -> dict[str, Any]:
-    return {"model": checkpoint, **SETTINGS}
-
-
 def test_a_closed_one_leaves_nothing_and_answers_nothing(checkpoint: Path, left: Left) -> None:
-    with LLM(checkpoint, **SETTINGS) as llm:
+    with small(checkpoint) as llm:
         worker = weakref.ref(worker_of(llm))
         assert "triptych-compute" in left()
     assert left() == []
@@ -82,7 +79,7 @@ def test_one_that_does_not_start_leaves_nothing(left: Left) -> None:
 
 
 def test_an_unreachable_one_is_closed(checkpoint: Path, left: Left) -> None:
-    llm = LLM(checkpoint, **SETTINGS)
+    llm = small(checkpoint)
     llm.chat(ask("a"), SHORT)
     del llm
     gc.collect()
@@ -90,7 +87,7 @@ def test_an_unreachable_one_is_closed(checkpoint: Path, left: Left) -> None:
 
 
 def test_one_that_becomes_unreachable_on_another_thread_is_closed(checkpoint: Path, left: Left) -> None:
-    held = [LLM(checkpoint, **SETTINGS)]
+    held = [small(checkpoint)]
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
@@ -98,7 +95,7 @@ def test_one_that_becomes_unreachable_on_another_thread_is_closed(checkpoint: Pa
 
 
 def test_closing_ends_calls_of_other_threads(checkpoint: Path, left: Left) -> None:
-    llm = LLM(checkpoint, **SETTINGS)
+    llm = small(checkpoint)
     errors: list[EngineError] = []
 
     def call() -> None:
@@ -149,7 +146,7 @@ def test_the_death_of_the_compute_thread_is_an_error_and_no_hang(
     def die(timeout_s: float) -> bool:
         raise RuntimeError("out of luck")
 
-    with LLM(checkpoint, **SETTINGS) as llm:
+    with small(checkpoint) as llm:
         monkeypatch.setattr(worker_of(llm), "turn", die)
         for _ in range(2):
             with pytest.raises(EngineError, match="the compute thread died: out of luck"):

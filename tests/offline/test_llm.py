@@ -79,14 +79,14 @@ def test_the_forms_of_an_image_are_one_image(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     RED.save("red.png")
-    part: dict[str, Any] = {
+    forms: dict[str, dict[str, Any]] = {
         "image": {"type": "image", "image": RED},
         "image_pil": {"type": "image_pil", "image_pil": RED},
         "path": {"type": "image", "path": "red.png"},
         "url": {"type": "image", "url": image_url(RED)},
         "image_url": {"type": "image_url", "image_url": {"url": image_url(RED)}},
-    }[form]
-    (output,) = llm.chat([{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}], SHORT)
+    }
+    (output,) = llm.chat([{"role": "user", "content": [forms[form], {"type": "text", "text": "what?"}]}], SHORT)
     expected, other = llm.chat([ask("what?", RED), ask("what?", BLUE)], SHORT)
     assert output.prompt_token_ids == expected.prompt_token_ids
     assert output.outputs == expected.outputs

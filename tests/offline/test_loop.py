@@ -80,9 +80,14 @@ def test_a_stream_that_is_left_early_has_ended_when_the_block_is_over(loop: Loop
 
 def test_an_exception_in_the_block_ends_the_stream_and_goes_on(loop: LoopThread) -> None:
     counting = Counting(1)
-    with pytest.raises(KeyboardInterrupt), loop.stream(counting.items()):
-        counting.waiting.wait()
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with loop.stream(counting.items()):
+            counting.waiting.wait()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert counting.how == "cancelled"
 
 

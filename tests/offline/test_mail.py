@@ -47,7 +47,12 @@ async def test_messages_to_the_router_are_delivered_in_its_loop() -> None:
     router, worker = connected()
     got: asyncio.Queue[tuple[Envelope, threading.Thread]] = asyncio.Queue()
     router.start(lambda envelope: got.put_nowait((envelope, threading.current_thread())))
-    thread = threading.Thread(target=lambda: [worker.to_router(Probed(k, "")) for k in range(3)])
+
+    def send() -> None:
+        for k in range(3):
+            worker.to_router(Probed(k, ""))
+
+    thread = threading.Thread(target=send)
     thread.start()
     for k in range(3):
         envelope, where = await got.get()
