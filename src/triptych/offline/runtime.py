@@ -11,11 +11,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from triptych.config import Config
-from triptych.errors import EngineError, TriptychError
+from triptych.errors import EngineError, OverloadedError, TriptychError
 from triptych.offline.inputs import Question
 from triptych.offline.loop import LoopThread, Stream
 from triptych.offline.outputs import Collector, RequestOutput
 from triptych.types import Event, Request
+
+RETRY_S = 0.1
 
 
 class Answering(Protocol):
@@ -58,6 +60,7 @@ class Runtime:
         # More would wait in the router, each with its images in memory; fewer would let steps run half empty.
         self._window = min(config.router.max_num_requests, 2 * config.engine.max_num_seqs)
         self._room = asyncio.Semaphore(self._window)  # of all batches together
+        self._patience = asyncio.Lock()
         self._batches: set[asyncio.Task[Any]] = set()
         self._owner = (os.getpid(), threading.get_ident())
         self._closed = False
@@ -90,8 +93,8 @@ class Runtime:
         running: set[asyncio.Task[Answer]] = set()
         try:
             while True:
-                for index, question in itertools.islice(waiting, self._window - len(running)):
-                    running.add(asyncio.create_task(self._answer(index, question)))
+                for number, question in itertools.islice(waiting, self._window - len(running)):
+                    running.add(asyncio.create_task(self._answer(number, question)))
                 if not running:
                     return
                 await asyncio.wait({failed, *running}, return_when=asyncio.FIRST_COMPLETED)
@@ -106,16 +109,33 @@ class Runtime:
             await asyncio.gather(failed, *running, return_exceptions=True)
             self._batches.discard(batch)
 
-    async def _answer(self, index: int, question: Question) -> Answer:
+    async def _answer(self, number: int, question: Question) -> Answer:
         async with self._room:
             try:
-                request = await asyncio.to_thread(question.complete) if question.images else question.request
-                collector = Collector(request.n)
-                async for event in self._service.router.handle(request):
-                    collector.push(event)
-                return Answer(index, collector.output(request.request_id, question.prompt))
+                try:
+                    return Answer(number, await self._run(question))
+                except OverloadedError as error:
+                    _require_retryable(error)
+                    return Answer(number, await self._run_patiently(question))
             except TriptychError as error:
-                return Answer(index, error)
+                return Answer(number, error)
+
+    async def _run_patiently(self, question: Question) -> RequestOutput:
+        """Again until others have given back what they hold, such as the memory of their images."""
+        async with self._patience:
+            while True:
+                try:
+                    return await self._run(question)
+                except OverloadedError as error:
+                    _require_retryable(error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _run(self, question: Question) -> RequestOutput:
+        request = await asyncio.to_thread(question.complete) if question.images else question.request
+        collector = Collector(request.n)
+        async for event in self._service.router.handle(request):
+            collector.push(event)
+        return collector.output(request.request_id, question.prompt)
 
     def close(self) -> None:
         """Cancel what runs, stop the workers, end the threads. Idempotent."""
@@ -141,3 +161,9 @@ class Runtime:
             self.close()
         else:
             threading.Thread(target=self.close, name="triptych-close").start()
+
+
+def _require_retryable(error: OverloadedError) -> None:
+    """Raises a kind of it that no waiting helps: here no worker comes back."""
+    if type(error) is not OverloadedError:
+        raise error
