@@ -22,7 +22,7 @@ BASE = frozenset({"types", "messages", "config", "errors", "clock", "block_hash"
 # What each package or top-level module may import beside the base and itself.
 ARROWS: dict[str, frozenset[str]] = {
     **dict.fromkeys(BASE, frozenset()),
-    "__init__": frozenset(),
+    "__init__": frozenset({"offline"}),  # `from triptych import LLM`, imported when it is asked for
     "media": frozenset(),
     "prompt": frozenset({"media"}),
     "transport": frozenset(),
@@ -42,6 +42,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "supervisor": frozenset({"observe", "runtime_dir", "worker"}),
     "launch": frozenset(
         {"api", "models", "observe", "placement", "prompt", "router", "runtime_dir", "supervisor"}  # it composes them
+    ),
+    "offline": frozenset(
+        {"api", "launch", "media", "models", "observe", "placement", "prompt"}
+        | {"router", "stages", "handoff", "transport", "worker"}  # it composes them, and a deployment in one process
     ),
     "bench": frozenset(),
     "cli": frozenset({"bench", "demo", "launch", "observe", "placement", "worker"}),

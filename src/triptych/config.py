@@ -7,6 +7,8 @@ happens in validation, and 'auto' is resolved into a new object by whoever knows
 from __future__ import annotations
 
 import tomllib
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -200,3 +202,22 @@ def load(file: Path | None, overrides: dict[str, dict[str, Any]]) -> Config:
         return msgspec.convert(values, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}") from error
+
+
+def by_section(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Settings by the names of their flags, `block_size` or `engine_block_size`, as `load` takes them.
+
+    Raises ConfigError for a name that no field has, or that two have.
+    """
+    places: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    for section in msgspec.structs.fields(Config):
+        for name in type(section.default).__struct_fields__:
+            places[name].append((section.name, name))
+            places[f"{section.name}_{name}"].append((section.name, name))
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        if len(places[name]) != 1:
+            raise ConfigError(f"configuration: {name!r} is not the name of one setting", param=name)
+        ((section_name, field),) = places[name]
+        found.setdefault(section_name, {})[field] = value
+    return found

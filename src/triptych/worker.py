@@ -13,9 +13,10 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -67,9 +68,21 @@ SLOW_TO_LOAD_BYTES = 256 << 20  # less than this is loaded before anybody wonder
 
 
 class Inbox(Mail, Protocol):
-    """`transport.mailbox.Mailbox`, or its in-memory twin in `testing`."""
+    """`transport.mailbox.Mailbox`, or an in-memory twin of it in `local` or `testing`."""
 
     def receive(self, timeout_s: float) -> list[Envelope]: ...
+
+
+class WakingInbox(Inbox, Protocol):
+    def wake(self) -> None:
+        """End a `receive` that waits; may be called from any thread."""
+        ...
+
+
+class Attend(Protocol):
+    """What goes on beside the loop while it runs, such as a heartbeat."""
+
+    def __call__(self, loop: Worker, info: WorkerInfo, /) -> AbstractContextManager[object]: ...
 
 
 class StageSet(NamedTuple):
@@ -233,8 +246,6 @@ def run(config: Config, worker: WorkerConfig) -> None:
     """Load the stages, register, serve until drained. SIGTERM drains, a second one forces."""
     if worker.cores:
         os.sched_setaffinity(0, worker.cores)
-    torch.set_num_threads(worker.num_threads)
-    library.set_num_threads(worker.num_threads)
     if config.handoff.transport == "inproc" and set(worker.stages) != set(StageName):
         raise ConfigError(f"worker {worker.name} does not host every stage: handoff.transport must be shm")
     spec = open_model(config.model.path, config.model, needed_parts(worker.stages))
@@ -247,20 +258,30 @@ def run(config: Config, worker: WorkerConfig) -> None:
     address = WorkerAddress(worker.name, epoch, endpoint, transport.pool_path)
     mailbox = Mailbox(address, router_endpoint(worker.runtime_dir))
     leases = Leases(clock, config.handoff.lease_ttl_s)
-    try:
-        parts = WorkerParts(config, spec, transport, leases, address, mailbox, clock)
-        loaded = load_stages(parts, worker)
-        stages = loaded.stages
-        loop = Worker(stages, mailbox, transport, leases)
+
+    def heart(loop: Worker, info: WorkerInfo) -> Heart:
         loop.on_signals()
-        info = worker_info(parts, worker, loaded)
-        with Heart(worker.router_url, info, loop.heartbeat(address), config.router.heartbeat_s, loop.abandon):
-            loop.run()
-        if stages.encode:
-            stages.encode.close()
+        return Heart(worker.router_url, info, loop.heartbeat(address), config.router.heartbeat_s, loop.abandon)
+
+    try:
+        serve(WorkerParts(config, spec, transport, leases, address, mailbox, clock), worker, mailbox, heart)
     finally:
         mailbox.close()
         transport.close()
+
+
+def serve(parts: WorkerParts, worker: WorkerConfig, mailbox: WakingInbox, attend: Attend) -> None:
+    """Load the stages on the calling thread and run their loop there, until it ends."""
+    torch.set_num_threads(worker.num_threads)
+    library.set_num_threads(worker.num_threads)
+    loaded = load_stages(parts, worker, mailbox.wake)
+    loop = Worker(loaded.stages, mailbox, parts.transport, parts.leases)
+    try:
+        with attend(loop, worker_info(parts, worker, loaded)):
+            loop.run()
+    finally:
+        if loaded.stages.encode:
+            loaded.stages.encode.close()
 
 
 def needed_parts(stages: Sequence[StageName]) -> list[Part]:
@@ -274,14 +295,13 @@ class LoadedStages(NamedTuple):
     kv_layout: str
 
 
-def load_stages(parts: WorkerParts, worker: WorkerConfig) -> LoadedStages:
-    """Load what the hosted stages need of the weights, and nothing else."""
+def load_stages(parts: WorkerParts, worker: WorkerConfig, wake: Callable[[], None]) -> LoadedStages:
+    """Load what the hosted stages need of the weights, and nothing else. `wake` ends a wait for messages."""
     encode = language = None
     kv_layout = ""
     reports = []
     if StageName.ENCODE in worker.stages:
         patches = to_patches(parts.spec, parts.config.media.background)
-        wake = cast(Mailbox, parts.mail).wake
         preprocessor = ThreadedPreprocessor(patches, parts.config.encode.preprocess_threads, wake)
         encode, report = load_encode(parts, preprocessor, _log_progress("vision"))
         reports.append(report)
