@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.equivalence.reference import NUM_OUTPUT_TOKENS, Case, generate, make_cases
-from tests.equivalence.test_placements import _item
+from tests.equivalence.test_placements import media_item
 from triptych import LLM, SamplingParams
 from triptych.config import ModelConfig
 from triptych.models.registry import open_model
@@ -40,7 +40,7 @@ def test_answers_equal_the_reference(family: FamilyName, tmp_path: Path) -> None
     spec = open_model(str(path), ModelConfig())
     cases = make_cases(12, seed=11)
     builder = PromptBuilder(path, spec.family)
-    prompts = [builder.build(case.messages(), [_item(spec, content) for content in case.images]) for case in cases]
+    prompts = [builder.build(case.messages(), [media_item(spec, content) for content in case.images]) for case in cases]
     expected = generate(spec, cases, prompts)
     with LLM(path, max_num_batched_tokens=64, num_kv_blocks=300) as llm:
         together = llm.chat([conversation(case, as_pil) for case in cases], GREEDY)

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from PIL import Image
 
 from triptych import LLM, BatchError, RequestOutput, SamplingParams
-from triptych.api.openai import parse_chat
+from triptych.api.chat import parse_chat
+from triptych.api.fields import Caller, Served
 from triptych.errors import BadRequestError, ConfigError, MalformedRequestError, MediaError, TriptychError
 from triptych.offline.images import image_url
 from triptych.types import FinishReason
@@ -166,9 +166,9 @@ def test_a_short_batch_shows_no_bar(llm: LLM, capsys: pytest.CaptureFixture[str]
     ids=lambda fields: next(iter(fields)),
 )
 def test_bad_values_raise_what_the_api_answers(llm: LLM, fields: dict[str, Any]) -> None:
-    body = msgspec.json.encode({"messages": ask("a"), **fields})
+    served = Served(llm.model_name, llm.max_model_len, llm._runtime.router.vocabulary)
     with pytest.raises(BadRequestError) as of_api:
-        parse_chat(body, model_name=llm.model_name, max_model_len=llm.max_model_len)
+        parse_chat({"messages": ask("a"), **fields}, served, Caller())
     with pytest.raises(BadRequestError) as offline:
         llm.chat(ask("a"), SamplingParams(**fields))
     assert type(offline.value) is type(of_api.value)

@@ -11,7 +11,12 @@ from typing import Any, NamedTuple, TypedDict, cast
 
 import msgspec
 
-from triptych.api.openai import parse_chat
+from triptych.api.body import convert, decode_object
+from triptych.api.chat import parse_chat
+from triptych.api.fields import Caller, GenerationFields, Served
+from triptych.api.generation import check_fields, read_request
+from triptych.api.sampling import MAX_LOGPROBS, Ids, check_tokens, given, in_range, read_max_tokens
+from triptych.api.unsupported import COMPLETIONS
 from triptych.errors import BadRequestError, MalformedRequestError, MediaError
 from triptych.offline.images import ImageLike, image_url, is_url
 from triptych.types import ImageInput, Request
@@ -24,6 +29,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class PromptOptions(TypedDict, total=False):
     """Fields of the HTTP API that concern a prompt, by their names."""
 
+    add_special_tokens: bool
     cache_salt: str
     priority: int
     mm_processor_kwargs: dict[str, Any]
@@ -48,11 +54,12 @@ _PLACE = "data:application/x-python-image,{}"  # the URL of an image that stays 
 _KEYS = ("image", "image_pil", "path", "url")  # of a part of type image or image_pil
 
 
-class Limits(NamedTuple):
-    """What the API's parser asks of the model."""
+class _PromptFields(GenerationFields, frozen=True, kw_only=True):
+    """A completion request without its prompt, and with what may be said of images."""
 
-    model_name: str
-    max_model_len: int
+    top_logprobs: int | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
 
 
 class Question(NamedTuple):
@@ -90,19 +97,20 @@ def prompts_of(given: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return cast(Sequence[Prompt], given)
 
 
-def chat_question(messages: Conversation, fields: Mapping[str, Any], limits: Limits) -> Question:
+def chat_question(messages: Conversation, fields: Mapping[str, Any], served: Served) -> Question:
     """Raises BadRequestError as the API does for the same body."""
     aside: dict[str, ImageLike] = {}
     plain = [_without_images(message, f"messages.{k}", aside) for k, message in enumerate(messages)]
-    return Question(_parse({"messages": plain, **fields}, limits), aside)
+    (request,) = parse_chat(_body({"messages": plain, **fields}), served, Caller()).requests
+    return Question(request, aside)
 
 
-def _parse(body: Mapping[str, Any], limits: Limits) -> Request:
+def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields as a client's body would bring them."""
     try:
-        encoded = msgspec.json.encode(body)
+        return decode_object(msgspec.json.encode(fields))
     except (TypeError, ValueError, RecursionError) as error:
         raise MalformedRequestError(f"The request is not plain data: {error}.", param="body") from error
-    return parse_chat(encoded, model_name=limits.model_name, max_model_len=limits.max_model_len).request
 
 
 def _without_images(message: Message, at: str, aside: dict[str, ImageLike]) -> Message:
@@ -131,21 +139,36 @@ def _put_aside(image: ImageLike, aside: dict[str, ImageLike]) -> str:
     return place
 
 
-def prompt_question(prompt: Prompt, fields: Mapping[str, Any], limits: Limits) -> Question:
+def prompt_question(prompt: Prompt, fields: Mapping[str, Any], served: Served) -> Question:
     """A prompt that no chat template touches: text, token ids, or an object with either and its images."""
     images: Sequence[ImageLike] = ()
-    text_or_ids: object = prompt
+    asked: object = prompt
     if isinstance(prompt, Mapping):
         images = _images_of(prompt)
-        text_or_ids = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
-    text = text_or_ids if isinstance(text_or_ids, str) else None
+        asked = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
+    text = asked if isinstance(asked, str) else None
     aside: dict[str, ImageLike] = {}
-    inputs = [ImageInput(_put_aside(image, aside), param=f"images.{k}") for k, image in enumerate(images)]
-    request = _parse({"messages": [{"role": "user", "content": ""}], **fields}, limits)
     request = msgspec.structs.replace(
-        request, messages=[], prompt=_token_ids(text_or_ids) if text is None else text, images=inputs
+        _prompt_request(_body(fields), served),
+        prompt=_token_ids(asked, served) if text is None else text,
+        images=[ImageInput(_put_aside(image, aside), param=f"images.{k}") for k, image in enumerate(images)],
     )
     return Question(request, aside, text)
+
+
+def _prompt_request(body: dict[str, Any], served: Served) -> Request:
+    fields = convert(body, _PromptFields)
+    check_fields(body, fields, served, COMPLETIONS)
+    num_logprobs = fields.top_logprobs
+    if num_logprobs is not None:
+        in_range("logprobs", num_logprobs, 0, MAX_LOGPROBS)
+    max_tokens = None if fields.max_tokens is None else read_max_tokens("max_tokens", fields.max_tokens, served)
+    request = read_request(fields, served, Caller(), Ids("cmpl-", None, Caller()), max_tokens, num_logprobs)
+    return msgspec.structs.replace(
+        request,
+        processor_options=given(fields.mm_processor_kwargs, {}),
+        media_options=given(fields.media_io_kwargs, {}),
+    )
 
 
 def _images_of(prompt: Mapping[str, Any]) -> Sequence[ImageLike]:
@@ -156,7 +179,8 @@ def _images_of(prompt: Mapping[str, Any]) -> Sequence[ImageLike]:
     return images if isinstance(images, list | tuple) else (images,)
 
 
-def _token_ids(prompt: object) -> list[int]:
+def _token_ids(prompt: object, served: Served) -> list[int]:
     if not isinstance(prompt, Sequence) or not all(isinstance(token_id, int) for token_id in prompt):
         raise BadRequestError("`prompt` must be text or token ids.", param="prompt")
+    check_tokens("prompt", prompt, served)
     return list(prompt)

@@ -13,13 +13,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeVar, Unpack, get_type_hints, overload
 
+from triptych.api.fields import Served
 from triptych.config import Config, by_section, load
 from triptych.errors import BadRequestError, ConfigError, TriptychError
 from triptych.launch import ENVIRONMENT, Deployment
 from triptych.offline.inputs import (
     ChatOptions,
     Conversation,
-    Limits,
     Prompt,
     PromptOptions,
     Question,
@@ -181,18 +181,19 @@ class LLM:
     def _ask(
         self,
         asked: Sequence[T],
-        read: Callable[[T, Mapping[str, Any], Limits], Question],
+        read: Callable[[T, Mapping[str, Any], Served], Question],
         sampling_params: Sampling,
         options: Mapping[str, Any],
         use_tqdm: UseTqdm,
         on_error: OnError,
     ) -> Sequence[RequestOutput | TriptychError]:
-        limits = Limits(self.model_name, self.max_model_len)
+        router = self._runtime.router
+        served = Served(router.model_name, router.max_model_len, router.vocabulary, trust_chat_template=True)
         outcomes: dict[int, RequestOutput | TriptychError] = {}
         questions: dict[int, Question] = {}
         for index, (one, params) in enumerate(zip(asked, _one_each(sampling_params, len(asked)), strict=True)):
             try:
-                questions[index] = read(one, {**params.body(), **options}, limits)
+                questions[index] = read(one, {**params.body(), **options}, served)
             except TriptychError as error:
                 if on_error == "raise":
                     error.add_note(f"in number {index} of {len(asked)}, counted from 0")

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from triptych.api.seam import VocabularyLike
 from triptych.config import Config
 from triptych.errors import EngineError, OverloadedError, TriptychError
 from triptych.offline.inputs import Question
@@ -28,6 +29,9 @@ class Answering(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> VocabularyLike: ...
 
     def handle(self, request: Request) -> AsyncIterator[Event]: ...
 

@@ -107,9 +107,15 @@ class SpecialTokens:
                 return size
         return 0
 
-    def encode_prompt(self, text: str, add_special_tokens: bool) -> list[tuple[int, bool]]:
-        """As `encode`, for a prompt that a client wrote whole: its special tokens are real, but for the placeholder."""
-        aliased = self.pattern.sub(lambda match: self._prompt_aliases.get(match[0], match[0]), text)
+    def encode_prompt(
+        self, text: str, add_special_tokens: bool, *, with_placeholder: bool = False
+    ) -> list[tuple[int, bool]]:
+        """As `encode`, for a prompt that a client wrote whole: its special tokens are real.
+
+        The placeholder is one of them only where that is asked for.
+        """
+        aliases = self._aliases if with_placeholder else self._prompt_aliases
+        aliased = self.pattern.sub(lambda match: aliases.get(match[0], match[0]), text)
         return self._ids(aliased, add_special_tokens)
 
     def encode(self, rendered: str, client: ClientText, add_special_tokens: bool) -> list[tuple[int, bool]]:

@@ -5,6 +5,7 @@ Nothing here needs a pixel: how many tokens an item fills follows from its metad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,21 +98,28 @@ class PromptBuilder:
             rendered = template.render(hidden, add_generation_prompt, **kwargs)
         if add_special_tokens is None:
             add_special_tokens = self._wants_special_tokens(rendered)
-        return self._place(self._specials.encode(rendered, client, add_special_tokens), items)
+        tokens = self._specials.encode(rendered, client, add_special_tokens)
+        self._require_places(tokens, items, "the chat template left", "messages")
+        return self._place(tokens, items)
 
-    def build_plain(self, prompt: str | list[int], add_special_tokens: bool = True) -> Prompt:
-        """A prompt that no template touches and that has no images. Raises BadRequestError for an empty one.
+    def build_plain(
+        self, prompt: str | list[int], add_special_tokens: bool = True, items: Sequence[MediaItem] = ()
+    ) -> Prompt:
+        """A prompt that no template touches, its items bound to the placeholders in it in order.
 
-        The placeholder's text in it is text; its token is refused, because no image belongs to it.
+        Without items the placeholder's text is text; its token is refused, because no image belongs to it. Raises
+        BadRequestError for an empty prompt, and for another number of placeholders than of items.
         """
         if isinstance(prompt, str):
-            built = self._place(self._specials.encode_prompt(prompt, add_special_tokens), [])
-        elif self._placeholder_id in prompt:
+            tokens = self._specials.encode_prompt(prompt, add_special_tokens, with_placeholder=bool(items))
+        elif not items and self._placeholder_id in prompt:
             raise BadRequestError(
                 f"the prompt has the token {self.layout.placeholder_text} and no image", param="prompt"
             )
         else:
-            built = Prompt(list(prompt))
+            tokens = [(token_id, token_id == self._placeholder_id) for token_id in prompt]
+        self._require_places(tokens, items, "the prompt has", "prompt")
+        built = self._place(tokens, items)
         if not built.token_ids:
             raise BadRequestError("the prompt has no tokens", param="prompt")
         return built
@@ -121,14 +129,15 @@ class PromptBuilder:
         bos = self.template.named_tokens.get("bos_token")
         return not (bos and rendered.startswith(bos))
 
-    def _place(self, tokens: list[tuple[int, bool]], items: list[MediaItem]) -> Prompt:
+    def _require_places(
+        self, tokens: list[tuple[int, bool]], items: Sequence[MediaItem], whose: str, param: str
+    ) -> None:
         found = sum(token_id == self._placeholder_id and special for token_id, special in tokens)
         if found != len(items):
-            raise BadRequestError(
-                f"the chat template left places for {found} images, the request has {len(items)}; "
-                "the model's template may not take images in this role",
-                param="messages",
-            )
+            hint = "; the model's template may not take images in this role" if param == "messages" else ""
+            raise BadRequestError(f"{whose} places for {found} images, the request has {len(items)}{hint}", param=param)
+
+    def _place(self, tokens: list[tuple[int, bool]], items: Sequence[MediaItem]) -> Prompt:
         token_ids: list[int] = []
         placed: list[PromptItem] = []
         for token_id, special in tokens:

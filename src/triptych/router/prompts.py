@@ -50,7 +50,7 @@ def _texts(request: Request) -> list[object]:
 
 def _build(builder: PromptBuilder, request: Request, media: list[MediaItem]) -> Prompt:
     if request.prompt is not None:
-        return builder.build_plain(request.prompt, request.add_special_tokens is not False)
+        return builder.build_plain(request.prompt, request.add_special_tokens is not False, media)
     return builder.build(
         request.messages,
         media,
