@@ -15,6 +15,7 @@ from triptych.api.chat import parse_chat
 from triptych.api.fields import Caller, Served
 from triptych.errors import BadRequestError, ConfigError, MalformedRequestError, MediaError, TriptychError
 from triptych.offline.images import image_url
+from triptych.offline.inputs import Prompt
 from triptych.types import FinishReason
 
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -104,6 +105,100 @@ def test_images_keep_their_order_among_urls(llm: LLM) -> None:
 def test_template_variables_reach_the_template(llm: LLM) -> None:
     with_prompt, without = llm.chat(ask("a"), SHORT)[0], llm.chat(ask("a"), SHORT, add_generation_prompt=False)[0]
     assert len(with_prompt.prompt_token_ids) > len(without.prompt_token_ids)
+
+
+def test_several_choices_share_one_prompt(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    (output,) = llm.chat(ask("what?", RED), params)
+    assert [answer.index for answer in output.outputs] == [0, 1, 2]
+    assert len({tuple(answer.token_ids) for answer in output.outputs}) == 3
+    assert output.usage.completion_tokens == 18
+    for answer in output.outputs:
+        assert [entry.chosen.token_id for entry in answer.logprobs] == list(answer.token_ids)
+        assert all(len(entry.top) == 2 and entry.chosen.logprob < 0 for entry in answer.logprobs)
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert output.prompt_logprobs[0] is None
+    assert output.prompt_logprobs[1] is not None
+    assert output.prompt_logprobs[1].chosen.token_id == output.prompt_token_ids[1]
+    (plain,) = llm.chat(ask("what?", RED), SHORT)
+    assert plain.outputs[0].logprobs == plain.prompt_logprobs == ()
+
+
+def test_a_stop_string_ends_the_text(llm: LLM) -> None:
+    (whole,) = llm.chat(ask("a"), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    text = whole.outputs[0].text
+    stop = next(letter for letter in text[2:] if letter.isascii() and letter not in text[:2])
+    (output,) = llm.chat(ask("a"), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=stop))
+    assert output.outputs[0].text == text[: text.index(stop)]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == (FinishReason.STOP, stop)
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+RENDERED = "<|im_start|>user\n{}what?<|im_end|>\n<|im_start|>assistant\n"
+PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def test_a_prompt_is_continued_as_it_is(llm: LLM) -> None:
+    (output,) = llm.generate(RENDERED.format(""), SHORT)
+    (chatted,) = llm.chat(ask("what?"), SHORT)
+    assert output.prompt == RENDERED.format("")
+    assert output.prompt_token_ids == chatted.prompt_token_ids
+    assert output.outputs == chatted.outputs
+
+
+def test_token_ids_are_a_prompt_too(llm: LLM) -> None:
+    (text,) = llm.generate("what is it", SHORT)
+    ids = list(text.prompt_token_ids)
+    several: list[Prompt] = [ids, {"prompt_token_ids": ids}, "what is it"]
+    outputs = [*llm.generate(ids, SHORT), *llm.generate(several, SHORT)]
+    assert [output.prompt_token_ids for output in outputs] == [tuple(ids)] * 4
+    assert all(output.outputs == text.outputs for output in outputs)
+    assert [output.prompt for output in outputs] == [None, None, None, "what is it"]
+
+
+def test_a_prompt_with_images_is_the_conversations(llm: LLM) -> None:
+    (chatted,) = llm.chat(ask("what?", RED, BLUE), SHORT)
+    text = RENDERED.format(PLACE + PLACE)
+    bare = llm.generate({"prompt": RENDERED.format(""), "images": []}, SHORT)[0].prompt_token_ids
+    place = llm.generate({"prompt": PLACE, "images": [RED]}, SHORT)[0].prompt_token_ids
+    start, pad, end = place[0], place[1], place[-1]
+    ids = list(bare)
+    ids[3:3] = [start, pad, end] * 2  # after "<|im_start|>user\n"
+    forms: list[Prompt] = [
+        {"prompt": text, "images": [RED, BLUE]},
+        {"prompt": text, "multi_modal_data": {"image": [RED, BLUE]}},
+        {"prompt_token_ids": ids, "images": (image_url(RED), BLUE)},
+    ]
+    for output in llm.generate(forms, SHORT):
+        assert output.prompt_token_ids == chatted.prompt_token_ids
+        assert output.outputs == chatted.outputs
+    (single,) = llm.generate({"prompt": RENDERED.format(PLACE), "multi_modal_data": {"image": RED}}, SHORT)
+    assert single.outputs == llm.chat(ask("what?", RED), SHORT)[0].outputs
+
+
+def test_without_images_the_placeholder_is_text(llm: LLM) -> None:
+    (output,) = llm.generate("<|image_pad|>", SHORT)
+    assert len(output.prompt_token_ids) > 1
+    assert output.usage.image_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": PLACE, "images": [RED, RED]}, "the prompt has places for 1 images, the request has 2"),
+        ({"prompt": "a", "images": [RED]}, "the prompt has places for 0 images, the request has 1"),
+        ("", "the prompt has no tokens"),
+        ({"prompt": None}, "`prompt` must be text or token ids"),
+        ({"prompt": [1.5]}, "`prompt` must be text or token ids"),
+        ([99999], "`prompt` has 99999; the model's tokens are 0 to"),
+    ],
+    ids=["too many images", "no place", "empty", "none", "no ids", "no token"],
+)
+def test_bad_prompts_are_refused(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(BadRequestError, match=message) as raised:
+        llm.generate(prompt, SHORT)
+    assert raised.value.param == "prompt"
 
 
 # -- where it is called ------------------------------------------------------------------------------------------------
