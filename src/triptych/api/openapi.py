@@ -139,8 +139,7 @@ def _operation(operation: Operation, schemas: Mapping[Any, Any]) -> dict[str, An
         media = "text/plain" if kind is str else "application/json"
         responses[str(status)] = {"description": operation.summary, **_json(schemas[kind], media)}
     if operation.events is not None:
-        events = {"schema": {"type": "string"}, "x-events": schemas[operation.events]}
-        responses["200"]["content"]["text/event-stream"] = events
+        responses["200"]["content"]["text/event-stream"] = {"schema": _event(schemas[operation.events])}
     made: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     if operation.body:
         bodies = [schemas[kind] for kind in operation.body]
@@ -148,6 +147,12 @@ def _operation(operation: Operation, schemas: Mapping[Any, Any]) -> dict[str, An
     if "{id}" in operation.path:
         made["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     return made
+
+
+def _event(schema: dict[str, Any]) -> dict[str, Any]:
+    """One server-sent event by its fields. The last data of chat and completions is `[DONE]`, which is no JSON."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
 
 
 def _json(schema: dict[str, Any], media: str = "application/json") -> dict[str, Any]:
