@@ -241,7 +241,8 @@ class Held:
 
 async def test_s17_one_of_two_encode_workers_is_lost_with_eight_images_in_flight(world: World) -> None:
     """Only its own items are encoded again."""
-    async with world.cluster("2E/1P/1D") as cluster:
+    config = msgspec.structs.replace(world.config(), encode=EncodeConfig(window_embeds=10_000))
+    async with Cluster(world.spec, config, "2E/1P/1D", fake=True, seed=5) as cluster:
         cluster.router.encodes._config = EncodeConfig(window_embeds=10_000)
         pictures = [new_picture(world, 20 * k) for k in range(8)]
         held = Held(cluster)

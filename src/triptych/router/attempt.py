@@ -96,6 +96,7 @@ class Attempt:
         Raises WorkerLostError when the attempt must be planned anew, MediaError, EngineError, DeadlineExceededError.
         """
         self._num_kv_tokens = len(self._prompt.token_ids) + len(output_ids)
+        self._require_plan()
         self._submit(output_ids)
         self._demand_new_items()
         next_index = len(output_ids)
@@ -115,6 +116,12 @@ class Attempt:
                 yield output
                 if output.finish_reason is not None:
                     return
+
+    def _require_plan(self) -> None:
+        """A worker may be lost between the plan and now; of that `deliver` told nobody, and nobody else will."""
+        for worker in (self.plan.prefill, self.plan.decode):
+            if self._registry.find(worker.name, worker.address.epoch) is None:
+                raise WorkerLostError(f"{worker.name} was lost before the attempt began")
 
     async def _next_event(self) -> FromWorker | Lost:
         left_s = self._deadline_s - self._clock.now()
