@@ -206,6 +206,11 @@ HOSTILE: dict[str, tuple[str, object, str]] = {
         "start: r0\n" + "".join(f"r{k}: (((r{k + 1})?)+)?\n" for k in range(450)) + 'r450: "a"',
         "rules",
     ),
+    "rules and parentheses of GBNF": (
+        "grammar",
+        "root ::= r0\n" + "".join(f"r{k} ::= {'(' * 40}r{k + 1}{')?' * 40}\n" for k in range(200)) + 'r200 ::= "a"',
+        "rules",
+    ),
     "parentheses": ("grammar", "start: " + "(" * 10_000 + '"a"' + ")" * 10_000, "deep"),
     "doubling terminals": (
         "grammar",

@@ -135,7 +135,9 @@ def _choice(source: str) -> str:
 def _grammar(source: str) -> str:
     _check_size(source)
     if IS_GBNF.search(source):
-        return checked(GRAMMAR, gbnf_to_lark(source))
+        lark = gbnf_to_lark(source)
+        _check_nesting(lark)
+        return checked(GRAMMAR, lark)
     if _LIBRARY_OPTIONS.search(source):
         raise BadRequestError("options of %llguidance cannot be set")
     lark, plain = _with_prepared_schemas(source)

@@ -1,7 +1,7 @@
 """A client's JSON schema, made ready for the grammar library and small enough to compile in a few milliseconds.
 
 The library compiles in the router and again in a worker, in time and memory that some short schemas make explode. What
-is known to do that is measured here and refused first. Used by `grammar.py` and `tools.py` in the router.
+is known to do that is measured here, and refused before it gets there. Used by `grammar.py` and `tools.py` in the router.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OF_OBJECTS = frozenset({"additionalProperties", "patternProperties", "propertie
 _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
 FORMATS = frozenset({
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid",
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
 })  # fmt: skip
 
 
