@@ -1,7 +1,7 @@
 """A client's JSON schema, made ready for the grammar library and small enough to compile in a few milliseconds.
 
 The library compiles in the router and again in a worker, in time and memory that some short schemas make explode. What
-is known to do that is measured here, and refused before it gets there. Used by `grammar.py` and `tools.py` in the router.
+is known to do that is measured here, and refused before. Used by `grammar.py` and `tools.py` in the router.
 """
 
 from __future__ import annotations
