@@ -376,10 +376,10 @@ def test_a_bad_structural_tag_is_refused_by_its_reason(tag: object, words: str) 
     assert words in refusal("structural_tag", tag)
 
 
-def test_the_field_at_fault_is_the_callers() -> None:
+def test_the_field_at_fault_is_named() -> None:
     with pytest.raises(BadRequestError) as caught:
-        compile_structure(Structure("regex", "("), param="structured_outputs.regex")
-    assert caught.value.param == "structured_outputs.regex"
+        compile_structure(Structure("regex", "(", "guided_regex"))
+    assert caught.value.param == "guided_regex"
 
 
 def test_both_ends_hold_the_same_limits() -> None:

@@ -74,7 +74,7 @@ def test_the_format_is_that_of_the_template() -> None:
         ([{"type": "function"}], "tools.0.function"),
         ([tool("a"), tool("bad name")], "tools.1.function.name"),
         ([tool("")], "tools.0.function.name"),
-        ([tool("a" * 65)], "tools.0.function.name"),
+        ([tool("a" * 129)], "tools.0.function.name"),
         ([tool("a\n")], "tools.0.function.name"),
         ([tool("a"), tool("a")], "tools.1.function.name"),
         ([tool("a", description=3)], "tools.0.function.description"),

@@ -44,16 +44,16 @@ _UNQUOTED = re.compile(r"\\.|[/\n]", re.DOTALL)
 _ANCHORS = re.compile(r"^(?:\^|\\A)|(?<!\\)((?:\\\\)*)(?:\$|\\[zZ])$")
 
 
-def compile_structure(structure: Structure, *, param: str | None = None) -> str:
+def compile_structure(structure: Structure) -> str:
     """The grammar for workers. It describes the whole output, from its first token to its end.
 
-    Raises BadRequestError, which names what is wrong, for what is not valid, not supported, too large, or matches
-    nothing at all.
+    Raises BadRequestError, which names the structure's field and what is wrong, for what is not valid, not supported,
+    too large, or matches nothing at all.
     """
     try:
         return _COMPILERS[structure.kind](structure.source)
     except BadRequestError as error:
-        raise BadRequestError(error.message, param=error.param or param) from error
+        raise BadRequestError(error.message, param=structure.param) from error
 
 
 def json_rule(schema: Schema) -> str:

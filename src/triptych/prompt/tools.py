@@ -19,7 +19,7 @@ Tool = dict[str, Any]  # as in OpenAI's API: {"type": "function", "function": {"
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _MAX_TOOLS = 128
 _MAX_CHARACTERS = 128 << 10  # of the grammar of all tools
 
@@ -70,7 +70,7 @@ def _check_tool(tool: Any, param: str) -> None:
         raise BadRequestError("a tool needs its function", param=f"{param}.function")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise BadRequestError("a name is 1 to 64 of a-z, A-Z, 0-9, _ and -", param=f"{param}.function.name")
+        raise BadRequestError("a name is 1 to 128 letters, digits or any of _ . : -", param=f"{param}.function.name")
     if not isinstance(function.get("description") or "", str):
         raise BadRequestError("a description is text", param=f"{param}.function.description")
     parameters = function.get("parameters")
