@@ -105,6 +105,7 @@ class Prefill(PromptMessage, frozen=True):
     """Compute the prompt's KV and sample. The answer is `Accepted` or `Refused`."""
 
     decode_elsewhere: bool  # hand the KV off after the first token, else go on here
+    has_siblings: bool = False  # further choices with the same prompt follow its first token
 
 
 class Decode(PromptMessage, frozen=True):

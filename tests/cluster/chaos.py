@@ -22,6 +22,7 @@ from triptych.types import (
     Modality,
     Request,
     SamplingParams,
+    Started,
     TextDelta,
 )
 
@@ -126,7 +127,8 @@ class Chaos:
         await asyncio.sleep(self._random.random() * 0.02)
         chosen = [self._random.randrange(NUM_PICTURES) for _ in range(self._random.choice((0, 1, 1, 2, 3)))]
         num_tokens = self._random.randint(1, 12)
-        task = asyncio.create_task(self._ask(cluster, index, chosen, num_tokens))
+        num_choices = self._random.choice((1, 1, 1, 3))
+        task = asyncio.create_task(self._ask(cluster, index, chosen, num_tokens, num_choices))
         if self._random.random() < self._schedule.cancel_share:
             await asyncio.sleep(self._random.random() * 0.05)
             task.cancel()
@@ -137,25 +139,32 @@ class Chaos:
         except TriptychError as error:
             self.ends.append(type(error).__name__)
 
-    async def _ask(self, cluster: Cluster, index: int, chosen: list[int], num_tokens: int) -> str:
+    async def _ask(self, cluster: Cluster, index: int, chosen: list[int], num_tokens: int, num_choices: int) -> str:
         text = "what is it? " * (1 + index % 3)
         messages: list[dict[str, object]] = [
             {"role": "user", "content": [*({"type": "image"} for _ in chosen), {"type": "text", "text": text}]}
         ]
         images = [ImageInput((self._pictures.directory / f"{k}.png").as_uri()) for k in chosen]
-        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-        request = Request(f"r{index}", messages, images, sampling, max_tokens=num_tokens)
-        token_ids: list[int] = []
-        finished: list[FinishReason] = []
+        num_scored = self._random.choice((None, None, 1))
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_prompt_logprobs=num_scored)
+        priority = self._random.randint(-1, 1)
+        request = Request(
+            f"r{index}", messages, images, sampling, max_tokens=num_tokens, priority=priority, n=num_choices
+        )
+        token_ids: list[list[int]] = [[] for _ in range(num_choices)]
+        finished: dict[int, FinishReason] = {}
         async for event in cluster.router.handle(request):
             match event:
+                case Started():
+                    scored = [entry.chosen.token_id for entry in event.prompt_logprobs if entry is not None]
+                    assert scored == (event.prompt_token_ids[1:] if num_scored else [])
                 case TextDelta():
-                    assert not finished, "a token after the end"
-                    token_ids += event.token_ids
+                    assert event.choice not in finished, "a token after the end"
+                    token_ids[event.choice] += event.token_ids
                 case ChoiceFinished():
-                    finished.append(event.finish_reason)
-        assert finished == [FinishReason.LENGTH]
-        assert token_ids == self._expected(cluster, messages, chosen, num_tokens)
+                    finished[event.choice] = event.finish_reason
+        assert finished == dict.fromkeys(range(num_choices), FinishReason.LENGTH)
+        assert token_ids == [self._expected(cluster, messages, chosen, num_tokens)] * num_choices
         return finished[0].value
 
     def _expected(

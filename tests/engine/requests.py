@@ -30,6 +30,7 @@ def make_request(
     cache_salt: str = "",
     num_output_tokens: int = 0,
     kv_from_elsewhere: bool = False,
+    has_siblings: bool = False,
     priority: int = 0,
     block_size: int = BLOCK_SIZE,
     now: float = 0.0,
@@ -47,6 +48,7 @@ def make_request(
         now=now,
         priority=priority,
         kv_from_elsewhere=kv_from_elsewhere,
+        has_siblings=has_siblings,
     )
 
 

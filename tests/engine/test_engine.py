@@ -88,7 +88,8 @@ class Bench:
         for request, _, reason, _ in self.engine.step().sampled:
             if reason is not None:
                 self.engine.end(request, reason)
-        self.engine.check()
+        self.engine.scheduler.check()
+        self.engine.embeddings.check()
 
     def assert_empty(self) -> None:
         self.engine.check()
@@ -374,6 +375,34 @@ def test_under_pressure_they_give_way_and_the_item_is_asked_for() -> None:
 def test_a_request_that_is_cancelled_while_it_waits_lets_its_blocks_go() -> None:
     bench = Bench(EOS, num_blocks=8, cache_bytes=1 << 10)
     bench.engine.cancel(warm(bench).key)
+    bench.assert_empty()
+
+
+# -- siblings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "after", "is_kept"), [(6, 0, True), (7, 1, True), (6, 1, False)])
+def test_what_siblings_compute_again_keeps_its_embedding_until_the_cancel(
+    length: int, after: int, is_kept: bool
+) -> None:
+    """Blocks of 4, the image after 2 tokens: siblings find blocks that are full and do not hold the last token."""
+    bench = Bench(EOS, EOS, cache_bytes=0)
+    prompt = image_prompt(before=2, length=length, after=after)
+    first = make_request("r", prompt.token_ids, prompt.items, has_siblings=True)
+    bench.engine.submit(first)
+    bench.engine.add_embedding("x", embedding(length))
+    ((_, _, reason, _),) = bench.engine.step().sampled
+    bench.engine.end(first, reason)
+    bench.engine.add_embedding("other", embedding(6))
+    assert ("x" in bench.engine.embeddings) == is_kept
+    assert bench.engine.embeddings.num_referenced == is_kept
+    sibling = make_request("r#1", prompt.token_ids, prompt.items)
+    assert bench.engine.submit(sibling)[1] == []
+    bench.run_until(sibling)
+    assert ("x" in bench.engine.embeddings) == is_kept
+    assert not bench.engine.cancel(first.key)
+    bench.engine.embeddings.shrink()
+    assert "x" not in bench.engine.embeddings
     bench.assert_empty()
 
 

@@ -304,6 +304,26 @@ def test_kv_from_elsewhere_gets_all_its_blocks_and_waits() -> None:
     assert drive.step() == {}
 
 
+def test_kv_that_another_request_fetches_now_is_not_fetched_twice() -> None:
+    drive = Drive()
+    prompt = distinct_tokens(0, 18)
+    first, second = (make_request(name, prompt, kv_from_elsewhere=True) for name in ("a", "b"))
+    other = make_request("c", distinct_tokens(1, 18), kv_from_elsewhere=True)
+    drive.add(first, second, other)
+    assert drive.scheduler.schedule().admitted_for_kv == [first, other]
+    drive.scheduler.kv_arrived(first, 18)
+    assert drive.scheduler.schedule().admitted_for_kv == [second]
+    assert second.num_cached_tokens == 16
+    assert second.block_table[:4] == first.block_table[:4]
+
+
+def test_without_a_prefix_cache_equal_kv_is_fetched_one_after_the_other() -> None:
+    drive = Drive(prefix_caching=False)
+    requests = [make_request(name, distinct_tokens(0, 18), kv_from_elsewhere=True) for name in "abc"]
+    drive.add(*requests)
+    assert [drive.scheduler.schedule().admitted_for_kv for _ in range(3)] == [[request] for request in requests]
+
+
 def test_kv_that_arrived_can_be_found_by_others() -> None:
     drive = Drive()
     request = make_request("a", distinct_tokens(0, 10), kv_from_elsewhere=True)

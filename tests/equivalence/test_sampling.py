@@ -172,3 +172,41 @@ async def test_draws_are_the_same_in_every_placement_and_after_preemption(model:
                 assert again == first
     other_seeds = [msgspec.structs.replace(VARIED, seed=2000 + k) for k in range(len(model.cases))]
     assert await _answers(model, "EPD", config_of(model.media), other_seeds) != first
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+async def test_choices_are_the_draws_of_their_seeds_on_one_encode_and_one_prefill(model: Model, placement: str) -> None:
+    """Each choice is what a request of its own with its seed would get, from a prompt whose images are encoded once."""
+    number = next(k for k, case in enumerate(model.cases) if len(set(case.images)) == len(case.images) == 2)
+    case, prompt = model.cases[number], model.prompts[number]
+    sampling = msgspec.structs.replace(VARIED, seed=50, num_prompt_logprobs=0)
+    async with Cluster(model.spec, config_of(model.media), "EPD", seed=7) as cluster:
+        alone = [
+            await _answer(cluster, case, model.media, f"r{k}", msgspec.structs.replace(sampling, seed=50 + k))
+            for k in range(3)
+        ]
+    choices = [Scored([], [], []) for _ in range(3)]
+    async with Cluster(model.spec, config_of(model.media), placement, seed=8) as cluster:
+        request = msgspec.structs.replace(case.request(model.media, "r", sampling), n=3)
+        async for event in cluster.router.handle(request):
+            if isinstance(event, TextDelta):
+                choices[event.choice].token_ids.extend(event.token_ids)
+                choices[event.choice].output.extend(event.logprobs)
+            elif isinstance(event, Started):
+                assert [entry.chosen.token_id for entry in event.prompt_logprobs if entry] == prompt.token_ids[1:]
+        await cluster.until_idle()
+        cluster.check()
+        workers = cluster.workers.values()
+        counters = {
+            name: sum(worker.counter(name) for worker in workers)
+            for name in ("encode_items_total", "embed_transfer_items_total", "prompt_tokens_computed_total")
+        }
+    assert [choice.token_ids for choice in choices] == [scored.token_ids for scored in alone]
+    assert len({tuple(choice.token_ids) for choice in choices}) == 3
+    num_tokens = len(prompt.token_ids)
+    tail = num_tokens - (num_tokens - 1) // 16 * 16
+    assert counters == {
+        "encode_items_total": 2,
+        "embed_transfer_items_total": 2,
+        "prompt_tokens_computed_total": num_tokens + 2 * tail,
+    }

@@ -319,7 +319,8 @@ def test_a_request_that_ends_with_its_first_token_is_not_handed_off(p: LanguageN
     steps(p, 3)
     p.receive(fetch())
     assert published(p) == []
-    assert len(p.mail.of(KVRefused)) == 1
+    assert p.mail.of(KVRefused) == []  # the decode worker's word of it could reach the router before the token
+    p.receive(Cancel("r", 0))
     p.assert_nothing_held()
 
 

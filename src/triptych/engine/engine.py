@@ -145,15 +145,18 @@ class Engine:
             request.demanded.discard(mm_hash)
 
     def cancel(self, key: RequestKey) -> bool:
+        """Nobody waits for the request any more. It may have ended long ago, and kept something for its siblings."""
         request = self.scheduler.get(key)
         if request is not None:
             self.end(request, FinishReason.ABORT)
+        self.embeddings.release_all(key)
         return request is not None
 
     def end(self, request: RequestState, reason: FinishReason | None) -> None:
-        """Free all that the request holds here."""
+        """Free all that the request holds here but the embeddings that its siblings need; `cancel` frees those."""
         self.scheduler.finish(request, reason)
-        self.embeddings.release_all(request.key)
+        if not request.has_siblings:
+            self.embeddings.release_all(request.key)
         self.embeddings.shrink()
 
     def step(self) -> StepResult:
@@ -224,7 +227,7 @@ class Engine:
 
     def _release_used_embeddings(self, request: RequestState) -> None:
         """What is computed needs its embedding only if the request is preempted; until then others may evict it."""
-        still_needed = {item.mm_hash for item in request.uncovered_items(request.num_computed_tokens)}
+        still_needed = {item.mm_hash for item in request.items_still_needed()}
         for item in request.items:
             if item.mm_hash not in still_needed:
                 self.embeddings.release(item.mm_hash, request.key)

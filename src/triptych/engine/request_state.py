@@ -68,6 +68,7 @@ class RequestState:
         priority: int = 0,
         decode_elsewhere: bool = False,
         kv_from_elsewhere: bool = False,
+        has_siblings: bool = False,
     ) -> None:
         self.key = key
         self.token_ids = token_ids  # prompt, then output
@@ -78,6 +79,7 @@ class RequestState:
         self.priority = priority  # lower is sooner
         self.decode_elsewhere = decode_elsewhere
         self.kv_from_elsewhere = kv_from_elsewhere
+        self.has_siblings = has_siblings  # requests with the same prompt follow
         self.status = Status.WAITING
         self.arrival = 0  # order of arrival at this engine, kept when preempted; set by the scheduler
         self.prompt_tokens_before = 0  # computed by this engine when the request came; set by the scheduler
@@ -147,6 +149,14 @@ class RequestState:
     def uncovered_items(self, num_covered_tokens: int) -> list[PromptItem]:
         """Items of which some placeholder token lies beyond the first `num_covered_tokens`."""
         return [item for item in self.items if item.placeholder.end > num_covered_tokens]
+
+    def items_still_needed(self) -> list[PromptItem]:
+        """Items with tokens that are not computed yet, or that a sibling will compute, for want of a full block."""
+        num_covered_tokens = self.num_computed_tokens
+        if self.has_siblings:
+            num_shared_blocks = (self.num_prompt_tokens - 1) // self._block_size
+            num_covered_tokens = min(num_covered_tokens, num_shared_blocks * self._block_size)
+        return self.uncovered_items(num_covered_tokens)
 
     def set_status(self, status: Status, now: float, blocking_item: str = "") -> None:
         """Change the status; the time since the last change counts for the old one."""

@@ -153,6 +153,8 @@ class Scheduler:
             if len(self._running) >= self._config.max_num_seqs:
                 return
             if request.kv_from_elsewhere:
+                if self._finds_more_in_the_next_step(request, admitted):
+                    continue
                 if not self._take_blocks(request, len(request.token_ids)):
                     return
                 request.set_status(Status.WAITING_FOR_KV, self._clock.now())
@@ -167,6 +169,13 @@ class Scheduler:
             if not self._take_blocks(request, num_cached + num_tokens):
                 return
             budget -= self._plan_chunk(request, budget, chunks)
+
+    def _finds_more_in_the_next_step(self, request: RequestState, admitted: list[RequestState]) -> bool:
+        """Whether a block that it lacks is fetched for another one: then there is no need to fetch it twice."""
+        num_cached = len(self._cached_blocks(request))
+        most = request.num_reusable_tokens // self._config.block_size
+        missing = request.block_hashes()[num_cached:most]
+        return any(missing[:1] == other.block_hashes()[num_cached : num_cached + 1] for other in admitted if missing)
 
     def _take_blocks(self, request: RequestState, num_tokens: int) -> bool:
         """Move a waiting request to the running ones with blocks for its first `num_tokens` tokens."""

@@ -133,7 +133,11 @@ class Attempt:
             raise DeadlineExceededError("the request did not end within its deadline") from None
 
     def _submit(self, output_ids: list[int]) -> None:
-        message = messages.Prefill(*self._prompt_fields(output_ids), decode_elsewhere=self.plan.decode_elsewhere)
+        message = messages.Prefill(
+            *self._prompt_fields(output_ids),
+            decode_elsewhere=self.plan.decode_elsewhere,
+            has_siblings=self._request.n > 1,
+        )
         self._charge(self.plan.prefill)
         self._prefixes.expect(self.plan.prefill.address.epoch, self.plan.prefix)
         self._discharge_tokens(-len(message.token_ids))

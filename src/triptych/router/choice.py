@@ -136,7 +136,7 @@ def sibling(request: Request, index: int) -> Request:
     sampling = msgspec.structs.replace(
         request.sampling, seed=(request.sampling.seed + index) % (1 << 63), num_prompt_logprobs=None
     )
-    return msgspec.structs.replace(request, request_id=f"{request.request_id}#{index}", sampling=sampling)
+    return msgspec.structs.replace(request, request_id=f"{request.request_id}#{index}", sampling=sampling, n=1)
 
 
 async def run_side_by_side(choices: Sequence[Choice], plan: Plan) -> AsyncGenerator[Event, None]:

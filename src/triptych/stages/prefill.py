@@ -35,7 +35,8 @@ class _Export:
         self.num_published_blocks = 0
         self.held_blocks: list[int] = []  # referenced here after the engine let the request go
         self.first_token_id: int | None = None
-        self.held_since_s = 0.0
+        self.sampled_s: float | None = None  # when its first token came
+        self.ended = False  # with its first token: there is nothing to hand off
 
 
 class PrefillStage:
@@ -66,7 +67,9 @@ class PrefillStage:
         if refusal is not None:
             self._mail.to_router(Refused(message.request_id, message.attempt, Refusal.TOO_LONG, refusal))
             return
-        request = self._requests.build(message, decode_elsewhere=message.decode_elsewhere)
+        request = self._requests.build(
+            message, decode_elsewhere=message.decode_elsewhere, has_siblings=message.has_siblings
+        )
         num_cached_tokens, needed = self._engine.submit(request)
         if message.decode_elsewhere:
             self._exports[request.key] = _Export(request)
@@ -79,8 +82,9 @@ class PrefillStage:
             reason = "the prefill worker holds no KV of this request"
             self._mail.to_worker(message.consumer, KVRefused(message.request_id, message.attempt, reason))
             return
-        export.consumer = message.consumer
-        self._publish(export)
+        if not export.ended:  # else the router tells the decode worker, when it has the token
+            export.consumer = message.consumer
+            self._publish(export)
 
     def after_step(self, result: StepResult) -> None:
         """Publish the blocks that this step filled; let go of requests that go on elsewhere."""
@@ -88,16 +92,16 @@ class PrefillStage:
             export = self._exports.get(request.key)
             if export is None:
                 continue
-            if finish_reason is None:
+            export.sampled_s = self._clock.now()
+            export.ended = finish_reason is not None
+            if not export.ended:
                 export.held_blocks = list(request.block_table)
-                export.held_since_s = self._clock.now()
                 export.first_token_id = token_id
                 self._engine.pool.acquire(export.held_blocks)
-            else:
-                del self._exports[request.key]
         for request in result.advanced:
-            if request.key in self._exports:
-                self._publish(self._exports[request.key])
+            export = self._exports.get(request.key)
+            if export is not None and not export.ended:
+                self._publish(export)
         if result.num_prompt_tokens:
             self._tell_of_blocks()
 
@@ -150,7 +154,7 @@ class PrefillStage:
         self._tell_of_blocks()
         now = self._clock.now()
         for key, export in list(self._exports.items()):
-            if export.held_blocks and now - export.held_since_s > self._ttl_s:
+            if export.sampled_s is not None and now - export.sampled_s > self._ttl_s:
                 self.drop(key)
 
     def num_live(self) -> int:

@@ -31,7 +31,12 @@ class RequestFactory:
         return None
 
     def build(
-        self, message: PromptMessage, *, decode_elsewhere: bool = False, kv_from_elsewhere: bool = False
+        self,
+        message: PromptMessage,
+        *,
+        decode_elsewhere: bool = False,
+        kv_from_elsewhere: bool = False,
+        has_siblings: bool = False,
     ) -> RequestState:
         num_prompt_tokens = len(message.token_ids) - message.num_output_tokens
         positions, delta = self._positions(message.token_ids[:num_prompt_tokens], message.items)
@@ -48,4 +53,5 @@ class RequestFactory:
             priority=message.priority,
             decode_elsewhere=decode_elsewhere,
             kv_from_elsewhere=kv_from_elsewhere,
+            has_siblings=has_siblings,
         )
