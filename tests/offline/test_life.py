@@ -85,7 +85,7 @@ def test_one_whose_weights_are_damaged_leaves_nothing(checkpoint: Path, tmp_path
     shard = damaged / "model-00003-of-00003.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1000])
     children = psutil.Process().children()
-    with pytest.raises(ConfigError, match="damaged: .*incomplete metadata"):
+    with pytest.raises(ConfigError, match=r"damaged: .*incomplete metadata"):
         small(damaged)
     assert left() == []
     assert psutil.Process().children() == children
