@@ -306,7 +306,12 @@ def load_stages(parts: WorkerParts, worker: WorkerConfig, wake: Callable[[], Non
         encode, report = load_encode(parts, preprocessor, _log_progress("vision"))
         reports.append(report)
     if StageName.PREFILL in worker.stages or StageName.DECODE in worker.stages:
-        language, report, kv_layout = load_language(parts, worker.stages, _log_progress("language"))
+        try:
+            language, report, kv_layout = load_language(parts, worker.stages, _log_progress("language"))
+        except BaseException:  # the process may live on without this worker
+            if encode is not None:
+                encode.close()
+            raise
         reports.append(report)
     weights = WeightsReport(
         shards_read=min(sum(r.shards_read for r in reports), reports[0].shards_total),

@@ -14,6 +14,7 @@ from tests.equivalence.reference import NUM_OUTPUT_TOKENS, Case, generate, make_
 from tests.equivalence.test_placements import media_item
 from triptych import LLM, SamplingParams
 from triptych.config import ModelConfig
+from triptych.launch import Deployment
 from triptych.models.registry import open_model
 from triptych.prompt.layout import PromptBuilder
 from triptych.testing_checkpoints import FamilyName, make_checkpoint
@@ -51,11 +52,31 @@ def test_answers_equal_the_reference(family: FamilyName, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_worker_processes_give_the_same_answers(tmp_path: Path) -> None:
+def test_worker_processes_give_the_same_answers_and_one_may_die(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3_vl", tmp_path / "model")
     conversations = [conversation(case, as_pil) for case in make_cases(12, seed=12)]
     with LLM(path, num_kv_blocks=300) as here:
         expected = here.chat(conversations, GREEDY)
     with LLM(path, num_kv_blocks=300, placement="1E/1P/1D") as split:
         answers = split.chat(conversations, GREEDY)
-    assert [answer.outputs[0] for answer in answers] == [answer.outputs[0] for answer in expected]
+        service = split._runtime._service
+        assert isinstance(service, Deployment)
+        killed = split.chat(conversations, GREEDY, use_tqdm=lambda **options: KillingBar(service))
+    for outputs in (answers, killed):
+        assert [output.outputs[0] for output in outputs] == [output.outputs[0] for output in expected]
+
+
+class KillingBar:
+    """kill -9 of the prefill worker when the first answer is here."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._killed = False
+
+    def update(self, n: int, /) -> None:
+        if not self._killed:
+            self._killed = True
+            self._deployment.kill("prefill-0")
+
+    def close(self) -> None:
+        assert self._killed

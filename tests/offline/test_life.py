@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 from triptych import LLM, SamplingParams
-from triptych.errors import EngineError
+from triptych.errors import ConfigError, EngineError
 from triptych.offline.local import LocalDeployment
 from triptych.transport import inproc
 from triptych.worker import Worker
@@ -73,9 +74,21 @@ def test_a_closed_one_leaves_nothing_and_answers_nothing(checkpoint: Path, left:
 
 
 def test_one_that_does_not_start_leaves_nothing(left: Left) -> None:
-    with pytest.raises(Exception, match="KV blocks"):
+    with pytest.raises(ConfigError, match="KV blocks"):
         LLM("demo", kv_bytes=1)
     assert left() == []
+
+
+def test_one_whose_weights_are_damaged_leaves_nothing(checkpoint: Path, tmp_path: Path, left: Left) -> None:
+    """The vision tower's shard is the first: it is loaded by then."""
+    damaged = shutil.copytree(checkpoint, tmp_path / "damaged")
+    shard = damaged / "model-00003-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    children = psutil.Process().children()
+    with pytest.raises(ConfigError, match=r"damaged: .*incomplete metadata"):
+        small(damaged)
+    assert left() == []
+    assert psutil.Process().children() == children
 
 
 def test_an_unreachable_one_is_closed(checkpoint: Path, left: Left) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from triptych.config import Config, EngineConfig, RouterConfig
-from triptych.errors import EngineError, NoCapacityError, OverloadedError, TriptychError
+from triptych.errors import EngineError, NoCapacityError, OverloadedError, TriptychError, WorkerLostError
 from triptych.offline.inputs import Question
 from triptych.offline.outputs import RequestOutput
 from triptych.offline.runtime import Answering, Runtime
@@ -124,12 +124,29 @@ def test_a_request_that_others_leave_no_room_for_waits(runtime: Runtime, service
     assert service.counting.num_handled > 20
 
 
-def test_a_lack_of_workers_is_not_waited_for(runtime: Runtime, service: CountingService) -> None:
+def test_a_dead_worker_is_waited_for_and_not_for_ever(service: CountingService) -> None:
+    runtime = Runtime(service, Config(router=RouterConfig(capacity_wait_s=0.3)))
+    num_refused = 0
+
     def refuse(request: Request) -> None:
-        raise NoCapacityError("no live worker")
+        nonlocal num_refused
+        num_refused += 1
+        if request.request_id == "r1" or num_refused < 5:
+            raise NoCapacityError("no live worker")
 
     service.counting.refuse = refuse
-    assert [type(outcome) for outcome in outcomes(runtime, 3).values()] == [NoCapacityError] * 3
+    answered = outcomes(runtime, 3)
+    runtime.close()
+    assert [type(answered[k]) for k in range(3)] == [RequestOutput, NoCapacityError, RequestOutput]
+    assert service.counting.num_handled > 5
+
+
+def test_a_request_that_no_worker_survives_is_not_tried_for_ever(runtime: Runtime, service: CountingService) -> None:
+    def refuse(request: Request) -> None:
+        raise WorkerLostError("the worker died")
+
+    service.counting.refuse = refuse
+    assert [type(outcome) for outcome in outcomes(runtime, 3).values()] == [WorkerLostError] * 3
     assert service.counting.num_handled == 3
 
 

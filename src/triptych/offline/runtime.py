@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import math
 import os
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from triptych.api.seam import VocabularyLike
 from triptych.config import Config
-from triptych.errors import EngineError, OverloadedError, TriptychError
+from triptych.errors import EngineError, NoCapacityError, OverloadedError, TriptychError, WorkerLostError
 from triptych.offline.inputs import Question
 from triptych.offline.loop import LoopThread, Stream
 from triptych.offline.outputs import Collector, RequestOutput
@@ -64,7 +66,7 @@ class Runtime:
         # More would wait in the router, each with its images in memory; fewer would let steps run half empty.
         self._window = min(config.router.max_num_requests, 2 * config.engine.max_num_seqs)
         self._room = asyncio.Semaphore(self._window)  # of all batches together
-        self._patience = asyncio.Lock()
+        self._capacity_wait_s = config.router.capacity_wait_s
         self._batches: set[asyncio.Task[Any]] = set()
         self._owner = (os.getpid(), threading.get_ident())
         self._closed = False
@@ -116,23 +118,25 @@ class Runtime:
     async def _answer(self, number: int, question: Question) -> Answer:
         async with self._room:
             try:
-                try:
-                    return Answer(number, await self._run(question))
-                except OverloadedError as error:
-                    _require_retryable(error)
-                    return Answer(number, await self._run_patiently(question))
+                return Answer(number, await self._run_patiently(question))
             except TriptychError as error:
                 return Answer(number, error)
 
     async def _run_patiently(self, question: Question) -> RequestOutput:
-        """Again until others have given back what they hold, such as the memory of their images."""
-        async with self._patience:
-            while True:
-                try:
-                    return await self._run(question)
-                except OverloadedError as error:
-                    _require_retryable(error)
-                await asyncio.sleep(RETRY_S)
+        """Again while others hold what it needs, such as memory for images, and while a dead worker is started anew."""
+        give_up_s = math.inf
+        while True:
+            try:
+                return await self._run(question)
+            except WorkerLostError:
+                raise  # several times already: it may be this request that no worker survives
+            except NoCapacityError:
+                give_up_s = min(give_up_s, time.monotonic() + self._capacity_wait_s)
+                if time.monotonic() >= give_up_s:
+                    raise
+            except OverloadedError:
+                give_up_s = math.inf
+            await asyncio.sleep(RETRY_S)
 
     async def _run(self, question: Question) -> RequestOutput:
         request = await asyncio.to_thread(question.complete) if question.images else question.request
@@ -165,9 +169,3 @@ class Runtime:
             self.close()
         else:
             threading.Thread(target=self.close, name="triptych-close").start()
-
-
-def _require_retryable(error: OverloadedError) -> None:
-    """Raises a kind of it that no waiting helps: here no worker comes back."""
-    if type(error) is not OverloadedError:
-        raise error
