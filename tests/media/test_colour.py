@@ -44,9 +44,8 @@ def test_an_srgb_profile_changes_no_bit(name: str, form: str, mode: str) -> None
 def test_colours_of_a_wider_display_become_stronger(form: str) -> None:
     """P3's (200, 100, 100) is sRGB's (211, 95, 97), as its matrices give it."""
     image = Image.new("RGB", (32, 32), (200, 100, 100))
-    options: dict[str, Any] = {"WEBP": {"lossless": True}, "JPEG": {"quality": 95}, "AVIF": {"quality": 95}}.get(
-        form, {}
-    )
+    how: dict[str, dict[str, Any]] = {"WEBP": {"lossless": True}, "JPEG": {"quality": 95}, "AVIF": {"quality": 95}}
+    options = how.get(form, {})
     pixels = decoded(image, form, display(P3_PRIMARIES), **options)
     assert np.abs(pixels - _p3_to_srgb(np.array([200, 100, 100]))).max() <= (
         0 if form in ("PNG", "TIFF", "WEBP") else 3
