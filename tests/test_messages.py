@@ -17,10 +17,13 @@ from triptych.messages import Body
 from triptych.types import (
     FinishReason,
     Grid,
+    ImageDecoding,
+    ImageSize,
     ItemMetadata,
     Modality,
     Placeholder,
     PromptItem,
+    Rgb,
     SamplingParams,
     WorkerAddress,
 )
@@ -29,6 +32,7 @@ GOLDEN = Path(__file__).parent / "messages" / "golden.json"
 
 ADDRESS = WorkerAddress("prefill-0", "0123456789abcdef", "ipc:///run/triptych/p.sock", "/run/triptych/p.pool")
 METADATA = ItemMetadata(Grid(1, 4, 6), 6, 7)
+DECODING = ImageDecoding(ImageSize(640, 480), Rgb(255, 128, 0))
 ITEM = PromptItem(Modality.IMAGE, "ab" * 32, Placeholder(3, 7), METADATA)
 SAMPLING = SamplingParams(
     max_tokens=5, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, seed=2**63, min_tokens=1, stop_token_ids=[2, 3],
@@ -39,7 +43,7 @@ RANGES = [messages.Range(64, 4096), messages.Range(8192, 4096)]
 
 EXAMPLES: list[Body] = [
     messages.PrepareItems(
-        *ABOUT, items=[messages.ItemToEncode(Modality.IMAGE, "ab" * 32, b"\x89PNG\r\n\x00", METADATA)]
+        *ABOUT, items=[messages.ItemToEncode(Modality.IMAGE, "ab" * 32, b"\x89PNG\r\n\x00", METADATA, DECODING)]
     ),
     messages.EncodeItems(*ABOUT, mm_hashes=["ab" * 32], consumer=ADDRESS),
     messages.ItemEncoded(

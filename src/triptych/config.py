@@ -58,7 +58,18 @@ class MediaConfig(Section, frozen=True):
     fetch_timeout_s: Annotated[Seconds, doc("time for one media URL, redirects included")] = 10.0
     max_redirects: Annotated[Count, doc("redirects followed for one media URL")] = 3
     allow_private_urls: Annotated[bool, doc("fetch media from loopback, link-local and private addresses")] = False
-    allowed_local_media_path: Annotated[str, doc("directory under which file: URLs may read; empty: none")] = ""
+    allowed_domains: Annotated[
+        str, doc("hosts that http: URLs may name, with commas between them; .example.org: all below it; empty: any")
+    ] = ""
+    allowed_local_media_path: Annotated[
+        str, doc("directories under which file: URLs may read, with colons between them; empty: none")
+    ] = ""
+    max_staged_bytes: Annotated[
+        PositiveInt, doc("media that all requests hold at once, URLs and contents; one more request is answered 503")
+    ] = 1 << 30
+    uuid_cache_bytes: Annotated[
+        Count, doc("images kept by the uuid that came with them, for requests that send the uuid alone; 0: none")
+    ] = 64 << 20
 
 
 class EncodeConfig(Section, frozen=True):
@@ -85,7 +96,11 @@ class EncodeConfig(Section, frozen=True):
         PositiveInt, doc("embeds that an encode worker has been given and not finished, beyond two items")
     ] = 128
     cache_bytes: Annotated[Count, doc("memory for finished embeddings on an encode worker")] = 256 << 20
-    preprocess_threads: Annotated[PositiveInt, doc("threads that decode and resize media beside the tower")] = 1
+    preprocess_threads: Annotated[
+        PositiveInt, doc("images that are decoded and resized at once beside the tower, each in a process of its own")
+    ] = 1
+    decode_timeout_s: Annotated[Seconds, doc("time that decoding and resizing one image may take")] = 30.0
+    decode_bytes: Annotated[PositiveInt, doc("memory that decoding and resizing one image may take")] = 2 << 30
 
 
 class EngineConfig(Section, frozen=True):

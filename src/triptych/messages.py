@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from triptych.types import FinishReason, ItemMetadata, Modality, PromptItem, SamplingParams, WorkerAddress
+from triptych.types import (
+    FinishReason,
+    ImageDecoding,
+    ItemMetadata,
+    Modality,
+    PromptItem,
+    SamplingParams,
+    WorkerAddress,
+)
 
 PROTOCOL_VERSION = 1
 
@@ -49,6 +57,7 @@ class ItemToEncode(msgspec.Struct, frozen=True):
     mm_hash: str
     content: bytes
     metadata: ItemMetadata
+    decoding: ImageDecoding
 
 
 class PrepareItems(RequestMessage, frozen=True):

@@ -25,6 +25,7 @@ from triptych.engine.batch import SequenceChunk, StepLogits
 from triptych.engine.logprobs import score
 from triptych.engine.runner import ModelRunner
 from triptych.handoff.leases import Leases
+from triptych.media.decode import DecodeJob, Pixels, decode_pixels
 from triptych.models.registry import ModelSpec
 from triptych.models.vision import VisionRunner
 from triptych.observe.metrics import Metrics
@@ -299,7 +300,7 @@ class Cluster:
         parts = WorkerParts(self.config, self.spec, transport, leases, address, mailbox, self._clock)
         tower = self._tower() if Stage.ENCODE in stages else None
         stage_set = StageSet(
-            build_encode(parts, InlinePreprocessor(to_patches(self.spec, "#ffffff")), tower) if tower else None,
+            build_encode(parts, InlinePreprocessor(to_patches(self.spec, self._decode)), tower) if tower else None,
             self._language(parts, stages) if set(stages) & {Stage.PREFILL, Stage.DECODE} else None,
         )
         local = LocalWorker(Worker(stage_set, mailbox, transport, leases), address, transport, leases, tower)
@@ -309,6 +310,9 @@ class Cluster:
             WorkerInfo(address, stages, version, self.spec.served_name, parts.max_model_len, WeightsReport(), pid=0)
         )
         return local
+
+    def _decode(self, job: DecodeJob) -> Pixels:
+        return decode_pixels(job, self.config.media.max_image_pixels)
 
     def _tower(self) -> VisionTower:
         return FakeTower(self.spec) if self._fake else VisionRunner.load(self.spec)

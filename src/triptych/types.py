@@ -42,6 +42,28 @@ class ImageSize(NamedTuple):
     height: int
 
 
+class PixelLimits(NamedTuple):
+    """Areas in pixels between which an image is scaled."""
+
+    min_pixels: int
+    max_pixels: int
+
+
+class Rgb(NamedTuple):
+    """A colour in sRGB, levels from 0 to 255."""
+
+    red: int
+    green: int
+    blue: int
+
+
+class ImageDecoding(NamedTuple):
+    """How the bytes of an image become pixels, apart from the size to which its metadata's grid scales them."""
+
+    size: ImageSize  # as its header tells; pixels of another size are refused
+    background: Rgb  # under transparent pixels
+
+
 class Placeholder(NamedTuple):
     """A media item's span in the prompt, in token positions."""
 
@@ -76,6 +98,8 @@ class MediaItem(msgspec.Struct, frozen=True):
     mm_hash: str  # 64 hex digits: content, decode and processor options, model fingerprint
     content: bytes
     metadata: ItemMetadata
+    decoding: ImageDecoding = ImageDecoding(ImageSize(1, 1), Rgb(255, 255, 255))
+    param: str = "messages"  # where the request has it, for errors
 
 
 class PromptItem(msgspec.Struct, frozen=True):

@@ -49,10 +49,9 @@ from triptych.messages import (
 from triptych.models.family import Part
 from triptych.models.registry import open_model
 from triptych.stages.base import Mail, Stage
-from triptych.stages.build import WorkerParts, load_encode, load_language, pool_bytes, to_patches
+from triptych.stages.build import WorkerParts, load_encode, load_language, pool_bytes
 from triptych.stages.encode import EncodeStage
 from triptych.stages.language import LanguageStage
-from triptych.stages.preprocess import ThreadedPreprocessor
 from triptych.transport.base import Transport
 from triptych.transport.mailbox import Mailbox, router_endpoint, worker_endpoint
 from triptych.transport.select import select_transport
@@ -301,9 +300,7 @@ def load_stages(parts: WorkerParts, worker: WorkerConfig, wake: Callable[[], Non
     kv_layout = ""
     reports = []
     if StageName.ENCODE in worker.stages:
-        patches = to_patches(parts.spec, parts.config.media.background)
-        preprocessor = ThreadedPreprocessor(patches, parts.config.encode.preprocess_threads, wake)
-        encode, report = load_encode(parts, preprocessor, _log_progress("vision"))
+        encode, report = load_encode(parts, wake, _log_progress("vision"))
         reports.append(report)
     if StageName.PREFILL in worker.stages or StageName.DECODE in worker.stages:
         try:

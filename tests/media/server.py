@@ -50,6 +50,10 @@ class _Answers(BaseHTTPRequestHandler):
     def answer_picture(self, _: str) -> None:
         self._send(200, PICTURE, {"Set-Cookie": "who=someone; Path=/"})
 
+    def answer_slow_picture(self, _: str) -> None:
+        self.server.over.wait(0.3)
+        self._send(200, PICTURE)
+
     def answer_status(self, status: str) -> None:
         self._send(int(status), b"a secret of the server")
 

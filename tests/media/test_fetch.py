@@ -6,6 +6,7 @@ import asyncio
 import base64
 import os
 import ssl
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -16,10 +17,12 @@ from urllib.parse import quote
 import pytest
 
 from triptych.config import MediaConfig
-from triptych.errors import MediaError, MediaTimeoutError
+from triptych.errors import BadRequestError, MediaError, MediaTimeoutError, OverloadedError
 from triptych.media import address
 from triptych.media.address import Resolve, checked_address
-from triptych.media.fetch import MediaFetcher, shorten_url
+from triptych.media.fetch import MediaFetcher
+from triptych.media.staging import Staging
+from triptych.media.url import shorten_url
 
 from .server import CERTIFICATE, PICTURE, MediaServer, serving
 
@@ -30,12 +33,18 @@ def server() -> Iterator[MediaServer]:
         yield server
 
 
+class Fetcher(MediaFetcher):
+    """With a request of its own for each URL."""
+
+    async def get(self, url: str) -> bytes:
+        with self._staging.open() as staged:
+            return await self.fetch(url, staged)
+
+
 @asynccontextmanager
-async def fetcher(
-    *, resolve: Any = None, tls: ssl.SSLContext | None = None, **settings: Any
-) -> AsyncIterator[MediaFetcher]:
+async def fetcher(*, resolve: Any = None, tls: ssl.SSLContext | None = None, **settings: Any) -> AsyncIterator[Fetcher]:
     options = {} if resolve is None else {"resolve": resolve}
-    made = MediaFetcher(MediaConfig(**settings), tls=tls, **options)
+    made = Fetcher(MediaConfig(**settings), Staging(1 << 30), tls=tls, **options)
     try:
         yield made
     finally:
@@ -44,7 +53,7 @@ async def fetcher(
 
 async def fetch(url: str, **settings: Any) -> bytes:
     async with fetcher(**settings) as made:
-        return await made.fetch(url)
+        return await made.get(url)
 
 
 def resolving(*answers: str) -> Resolve:
@@ -74,7 +83,7 @@ async def test_the_same_bytes_by_every_way(server: MediaServer, tmp_path: Path) 
         f"file://localhost{tmp_path}/a%20picture.png",
     ]
     async with fetcher(allow_private_urls=True, allowed_local_media_path=str(tmp_path)) as made:
-        assert [await made.fetch(url) for url in urls] == [PICTURE] * len(urls)
+        assert [await made.get(url) for url in urls] == [PICTURE] * len(urls)
 
 
 @pytest.mark.parametrize("payload", ["!!", "QUJD!!", "QUJ", "Q=JD", "A" * 100_001])
@@ -101,6 +110,15 @@ async def test_data_over_the_limit_is_refused_and_not_repeated(form: str, size: 
     assert len(str(caught.value)) < 200
 
 
+async def test_escapes_are_undone_whatever_their_number_and_place() -> None:
+    content = bytes(range(256)) * 9000  # some of them lie across the slices that are undone at once
+    every = "".join(f"%{byte:02x}" for byte in range(256)) * 9000
+    for padding in range(3):
+        assert await fetch(f"data:,{'x' * padding}{every}") == b"x" * padding + content
+    assert await fetch("data:,%zz%4") == b"%zz%4"
+    assert await fetch("data:,\ud800") == b"\xed\xa0\x80"  # the API's JSON has none of these, but so much for that
+
+
 # -- file --------------------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +132,7 @@ async def test_file_stays_under_its_directory(tmp_path: Path) -> None:
     (root / "good-link").symlink_to(root / "inside")
     os.mkfifo(root / "pipe")
     async with fetcher(allowed_local_media_path=str(root), max_image_bytes=100) as made:
-        assert await made.fetch(f"file://{root}/good-link") == b"ok"
+        assert await made.get(f"file://{root}/good-link") == b"ok"
         for path, reason in {
             f"{root}/link": "not under",
             f"{outside}": "not under",
@@ -128,10 +146,30 @@ async def test_file_stays_under_its_directory(tmp_path: Path) -> None:
             "otherhost/etc/passwd": "path on the server",
         }.items():
             with pytest.raises(MediaError, match=reason):
-                await made.fetch(f"file://{path}")
+                await made.get(f"file://{path}")
         (root / "inside").write_bytes(b"x" * 101)
         with pytest.raises(MediaError, match="max_image_bytes"):
-            await made.fetch(f"file://{root}/inside")
+            await made.get(f"file://{root}/inside")
+
+
+async def test_several_directories(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_bytes(name.encode())
+    (tmp_path / "a" / "to-b").symlink_to(tmp_path / "b" / "x")
+    (tmp_path / "a" / "to-c").symlink_to(tmp_path / "c" / "x")
+    async with fetcher(allowed_local_media_path=f"{tmp_path}/a:{tmp_path}/b:") as made:
+        assert await made.get(f"file://{tmp_path}/a/x") == b"a"
+        assert await made.get(f"file://{tmp_path}/b/x") == await made.get(f"file://{tmp_path}/a/to-b") == b"b"
+        for path in ("c/x", "a/to-c", "x"):
+            with pytest.raises(MediaError, match="not under"):
+                await made.get(f"file://{tmp_path}/{path}")
+
+
+@pytest.mark.parametrize("url", ["file://[", "file:///" + "x" * 5000, "file:///\ud800", "file:x", "file:"])
+async def test_what_no_file_is_called(url: str, tmp_path: Path) -> None:
+    with pytest.raises(MediaError, match="media URL 'file"):
+        await fetch(url, allowed_local_media_path=str(tmp_path))
 
 
 async def test_file_is_refused_by_default(tmp_path: Path) -> None:
@@ -177,7 +215,7 @@ async def test_bad_body(server: MediaServer, behaviour: str, reason: str) -> Non
 
 async def test_cancel_ends_the_fetch(server: MediaServer) -> None:
     async with fetcher(allow_private_urls=True) as made:
-        task = asyncio.create_task(made.fetch(f"http://127.0.0.1:{server.port}/hang"))
+        task = asyncio.create_task(made.get(f"http://127.0.0.1:{server.port}/hang"))
         await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -204,8 +242,82 @@ async def test_redirect_to_another_scheme(server: MediaServer, target: str) -> N
 async def test_no_cookies_from_one_client_to_the_next(server: MediaServer) -> None:
     async with fetcher(allow_private_urls=True) as made:
         for _ in range(2):
-            await made.fetch(f"http://127.0.0.1:{server.port}/picture?cookies")
+            await made.get(f"http://127.0.0.1:{server.port}/picture?cookies")
     assert [cookie for path, _, cookie in server.seen if path.endswith("?cookies")] == [None, None]
+
+
+async def test_one_fetch_for_one_url_in_flight(server: MediaServer) -> None:
+    url = f"http://127.0.0.1:{server.port}/slow-picture?together"
+    async with fetcher(allow_private_urls=True) as made:
+        first = asyncio.create_task(made.get(url))
+        others = [asyncio.create_task(made.get(url)) for _ in range(7)]
+        await asyncio.sleep(0.05)
+        first.cancel()  # it began the fetch, and takes nobody with it
+        assert await asyncio.gather(*others) == [PICTURE] * 7
+        assert sum(path.endswith("?together") for path, _, _ in server.seen) == 1
+        await made.get(url)
+        assert sum(path.endswith("?together") for path, _, _ in server.seen) == 2
+        assert made._staging.used_bytes == 0
+
+
+async def test_one_failure_for_all_who_wait_for_it(server: MediaServer) -> None:
+    async with fetcher(allow_private_urls=True, fetch_timeout_s=0.3) as made:
+        url = f"http://127.0.0.1:{server.port}/hang?shared"
+        errors = await asyncio.gather(*(made.get(url) for _ in range(4)), return_exceptions=True)
+        assert [type(error) for error in errors] == [MediaTimeoutError] * 4
+        assert sum(path == "/hang?shared" for path, _, _ in server.seen) == 1
+
+
+async def test_what_all_requests_hold_is_bounded(server: MediaServer) -> None:
+    url = f"http://127.0.0.1:{server.port}/picture"
+    staging = Staging(2 * len(PICTURE) + 2000)
+    made = MediaFetcher(MediaConfig(allow_private_urls=True), staging)
+    held = [staging.open() for _ in range(3)]
+    try:
+        await made.fetch(url, held[0])
+        assert staging.used_bytes == len(url) + len(PICTURE)
+        await made.fetch("data:," + "x" * 1000, held[1])  # the URL is held as well as what it says
+        assert staging.used_bytes == len(url) + len(PICTURE) + 2006
+        with pytest.raises(OverloadedError, match="max_staged_bytes"):
+            await made.fetch(url, held[2])
+        with pytest.raises(BadRequestError, match="of this request are more than max_staged_bytes"):
+            await made.fetch(f"http://127.0.0.1:{server.port}/endless", held[2])
+        for one in held:
+            one.close()
+        assert staging.used_bytes == 0
+    finally:
+        await made.close()
+
+
+@pytest.mark.parametrize(
+    ("domains", "host", "allowed"),
+    [
+        ("media.test", "media.test", True),
+        ("other.test, MEDIA.test", "media.test", True),
+        ("media.test", "MEDIA.TEST.", True),
+        (".media.test", "a.media.test", True),
+        ("media.test", "a.media.test", False),
+        (".media.test", "media.test", False),
+        ("media.test", "notmedia.test", False),
+        (".media.test", "media.test.evil.test", False),
+    ],
+)
+async def test_allowed_domains(server: MediaServer, domains: str, host: str, allowed: bool) -> None:
+    url = f"http://{host}:{server.port}/picture"
+    async with fetcher(resolve=resolving("127.0.0.1"), allow_private_urls=True, allowed_domains=domains) as made:
+        if allowed:
+            assert await made.get(url) == PICTURE
+        else:
+            with pytest.raises(MediaError, match="allowed_domains"):
+                await made.get(url)
+
+
+async def test_a_redirect_out_of_the_allowed_domains(server: MediaServer) -> None:
+    url = f"http://media.test:{server.port}/redirect?http://evil.test:{server.port}/picture"
+    before = len(server.seen)
+    with pytest.raises(MediaError, match=r"'evil\.test' is not one of"):
+        await fetch(url, resolve=resolving("127.0.0.1"), allow_private_urls=True, allowed_domains="media.test")
+    assert len(server.seen) == before + 1
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
@@ -215,6 +327,7 @@ REFUSED = [
     "224.0.0.1", "239.1.1.1", "240.0.0.1", "255.255.255.255", "192.0.2.1", "198.18.0.1",
     "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1", "2001:db8::1",
     "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:0:0:0:0:80ff:fffe",
+    "64:ff9b:1::7f00:1", "::127.0.0.1", "::ffff:0:127.0.0.1", "fec0::1", "5f00::1", "192.0.0.9", "192.88.99.1",
 ]  # fmt: skip
 
 
@@ -240,13 +353,42 @@ async def test_one_private_address_among_several_refuses_the_host() -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f.1", "127.1", "[::ffff:127.0.0.1]", "169.254.169.254"],
+    [
+        "127.0.0.1",
+        "localhost",
+        "[::1]",
+        "2130706433",
+        "0x7f.1",
+        "0177.0.0.1",
+        "127.1",
+        "0",
+        "[::ffff:127.0.0.1]",
+        "169.254.169.254",
+        "localhost.",
+        "me@127.0.0.1",
+        "\u2460\u2461\u2466.0.0.1",
+        "[::ffff:7f00:1]",
+        "[fe80::1%25lo]",
+    ],
 )
 async def test_private_urls_are_refused_by_default(server: MediaServer, host: str) -> None:
     before = len(server.seen)
-    with pytest.raises(MediaError, match=r"refused|cannot be resolved"):
+    with pytest.raises(MediaError, match=r"refused|cannot be resolved|InvalidURL|ValueError"):
         await fetch(f"http://{host}:{server.port}/picture")
     assert len(server.seen) == before
+
+
+async def test_names_that_resolve_late_hold_nobody_up(server: MediaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: go_on.wait(20) and [])
+    async with fetcher(fetch_timeout_s=15.0) as made:
+        waiting = [asyncio.create_task(made.get(f"http://{k}.late.test/x")) for k in range(100)]
+        await asyncio.sleep(0.05)
+        long = base64.b64encode(PICTURE * 1000).decode()  # on a thread, for its length
+        assert await asyncio.wait_for(made.get(f"data:;base64,{long}"), 10) == PICTURE * 1000
+        go_on.set()
+        errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {type(error) for error in errors} == {MediaError}
 
 
 async def test_unknown_host() -> None:
@@ -263,14 +405,14 @@ async def test_a_redirect_to_a_private_address_is_refused(server: MediaServer, m
     async with fetcher() as made:
         location = f"http://127.0.0.1:{server.port}/picture"
         with pytest.raises(MediaError, match=r"'127\.0\.0\.1' is at a private"):
-            await made.fetch(f"http://127.0.0.1:{server.port}/redirect?{location}")
+            await made.get(f"http://127.0.0.1:{server.port}/redirect?{location}")
     assert [path for path, _, _ in server.seen[before:]] == [f"/redirect?{location}"]
 
 
 async def test_the_checked_address_is_the_one_connected_to(server: MediaServer) -> None:
     """A name that changes its address after the check gains nothing; the server still sees the name."""
     async with fetcher(resolve=resolving("127.0.0.1", "203.0.113.9"), allow_private_urls=True) as made:
-        assert await made.fetch(f"http://rebind.test:{server.port}/picture?rebind") == PICTURE
+        assert await made.get(f"http://rebind.test:{server.port}/picture?rebind") == PICTURE
     hosts = [host for path, host, _ in server.seen if path.endswith("?rebind")]
     assert hosts == [f"rebind.test:{server.port}"]
 
@@ -279,12 +421,12 @@ async def test_tls_is_checked_against_the_name_and_not_the_address() -> None:
     trusting = ssl.create_default_context(cafile=str(CERTIFICATE))
     with serving(tls=True) as server:
         async with fetcher(resolve=resolving("127.0.0.1"), tls=trusting, allow_private_urls=True) as made:
-            assert await made.fetch(f"https://media.test:{server.port}/picture") == PICTURE
+            assert await made.get(f"https://media.test:{server.port}/picture") == PICTURE
             with pytest.raises(MediaError, match="ConnectError"):
-                await made.fetch(f"https://other.test:{server.port}/picture")
+                await made.get(f"https://other.test:{server.port}/picture")
         async with fetcher(resolve=resolving("127.0.0.1"), allow_private_urls=True) as made:
             with pytest.raises(MediaError, match="ConnectError"):  # an unknown authority
-                await made.fetch(f"https://media.test:{server.port}/picture")
+                await made.get(f"https://media.test:{server.port}/picture")
         assert server.server_names == ["media.test", "other.test", "media.test"]
 
 

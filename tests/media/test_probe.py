@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import struct
-import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +14,8 @@ from triptych.media.header import FORMATS
 from triptych.media.probe import probe_image
 from triptych.types import ImageSize
 
-from .pictures import encoded, exif_orientation, noise, red_left_edge
+from .hostile import huge_png
+from .pictures import encoded, exif_orientation, noise, png_chunk, red_left_edge
 
 LIMITS = MediaConfig()
 
@@ -50,10 +49,6 @@ def test_orientation_swaps_the_size(form: str, orientation: int) -> None:
     assert probe_image(content, LIMITS) == (ImageSize(48, 64) if orientation >= 5 else ImageSize(64, 48))
 
 
-def png_chunk(kind: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-
 @pytest.mark.usefixtures("no_pixels")
 def test_orientation_behind_a_pngs_pixels() -> None:
     plain = encoded(red_left_edge(64, 48), "PNG")
@@ -68,16 +63,6 @@ def test_orientation_behind_a_pngs_pixels() -> None:
 @pytest.mark.filterwarnings("ignore:.*EXIF.*:UserWarning")
 def test_damaged_exif_is_no_orientation(exif: bytes) -> None:
     assert probe_image(encoded(red_left_edge(64, 48), "JPEG", exif=exif), LIMITS) == ImageSize(64, 48)
-
-
-def huge_png(edge: int = 20000) -> bytes:
-    """One colour, a bit a pixel."""
-    packer = zlib.compressobj(9)
-    row = bytes(1 + (edge + 7) // 8)
-    body = b"".join(packer.compress(row) for _ in range(edge)) + packer.flush()
-    header = struct.pack(">IIBBBBB", edge, edge, 1, 0, 0, 0, 0)
-    signature = b"\x89PNG\r\n\x1a\n"
-    return signature + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", body) + png_chunk(b"IEND", b"")
 
 
 @pytest.mark.usefixtures("no_pixels")

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from tests.media.pictures import WHITE, encoded, exif_orientation, noise, red_left_edge
+from tests.media.pictures import MAX_PIXELS, WHITE, encoded, exif_orientation, noise, red_left_edge
 from triptych.errors import MediaError
 from triptych.media.decode import decode_image
 from triptych.offline.images import ImageLike, image_url
@@ -28,7 +28,7 @@ def content(image: ImageLike) -> bytes:
 
 def seen(image: ImageLike) -> Image.Image:
     """As an encode worker sees it."""
-    return decode_image(content(image), WHITE)
+    return decode_image(content(image), WHITE, MAX_PIXELS)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -63,7 +63,7 @@ def test_an_opened_picture_stands_upright(form: str, loaded: bool) -> None:
     image = Image.open(BytesIO(turned))
     if loaded:
         image.load()
-    assert np.array_equal(np.asarray(seen(image)), np.asarray(decode_image(turned, WHITE)))
+    assert np.array_equal(np.asarray(seen(image)), np.asarray(decode_image(turned, WHITE, MAX_PIXELS)))
     assert seen(image).size == (48, 64)
     assert seen(ImageOps.exif_transpose(Image.open(BytesIO(turned)))).size == (48, 64), "turned by the caller already"
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from triptych.prompt.layout import PromptBuilder
-from triptych.types import Grid, ImageSize, ItemMetadata, MediaItem, Modality
+from triptych.types import Grid, ImageSize, ItemMetadata, MediaItem, Modality, PixelLimits
 
 DEMO = Path(__file__).parents[2] / "src" / "triptych" / "demo" / "checkpoint"
 CORPUS = [
@@ -95,7 +96,10 @@ class TwoByTwo:
         self.placeholder_text = placeholder_text
         self.placeholder_id = placeholder_id
 
-    def image_metadata(self, size: ImageSize) -> ItemMetadata:
+    def pixel_limits(self, options: Mapping[str, object]) -> PixelLimits:
+        return PixelLimits(1, 100)
+
+    def image_metadata(self, size: ImageSize, limits: PixelLimits | None = None) -> ItemMetadata:
         count = size.width * size.height
         return ItemMetadata(Grid(1, size.height, size.width), count, count)
 

@@ -42,10 +42,13 @@ from triptych.testing import FakeRunner
 from triptych.transport.inproc import InProcTransport
 from triptych.types import (
     Grid,
+    ImageDecoding,
+    ImageSize,
     ItemMetadata,
     Modality,
     Placeholder,
     PromptItem,
+    Rgb,
     SamplingParams,
     Stage,
     WorkerAddress,
@@ -100,7 +103,8 @@ class Node:
 
 def item_to_encode(mm_hash: str, num_embeds: int = 4, content: bytes = b"\x05") -> ItemToEncode:
     metadata = ItemMetadata(Grid(1, 2, 2 * num_embeds), num_embeds, num_embeds)
-    return ItemToEncode(Modality.IMAGE, mm_hash, content, metadata)
+    decoding = ImageDecoding(ImageSize(1, 1), Rgb(255, 255, 255))
+    return ItemToEncode(Modality.IMAGE, mm_hash, content, metadata, decoding)
 
 
 BAD = b"bad"  # the content of an item that cannot be decoded

@@ -41,7 +41,7 @@ def inline(items: list[ItemToEncode]) -> list[Preprocessed]:
 
 def threaded(items: list[ItemToEncode]) -> list[Preprocessed]:
     wakes: SimpleQueue[None] = SimpleQueue()
-    preprocessor = ThreadedPreprocessor(to_patches, 1, lambda: wakes.put(None))
+    preprocessor = ThreadedPreprocessor(to_patches, 1, lambda: wakes.put(None), lambda: None)
     for item in items:
         preprocessor.submit(item)
     done = []
@@ -84,7 +84,8 @@ def test_closing_waits_for_the_item_in_hand_and_drops_the_rest() -> None:
         assert go_on.wait(20)
         return np.zeros((1, 1), dtype=np.float32)
 
-    preprocessor = ThreadedPreprocessor(slow, 1, lambda: None)
+    closed: list[bool] = []
+    preprocessor = ThreadedPreprocessor(slow, 1, lambda: None, lambda: closed.append(go_on.is_set()))
     for name in "abc":
         preprocessor.submit(item_to_encode(name))
     assert started.wait(20)
@@ -93,6 +94,7 @@ def test_closing_waits_for_the_item_in_hand_and_drops_the_rest() -> None:
     go_on.set()
     closer.join(20)
     assert not closer.is_alive()
+    assert closed == [True]  # after the item in hand
     assert "c" not in seen or seen == ["a", "b", "c"]
     assert not [t for t in threading.enumerate() if t.name.startswith("preprocess")]
 

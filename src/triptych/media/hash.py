@@ -12,7 +12,7 @@ def mm_hash(content: bytes, modality: Modality, options: str, fingerprint: str, 
 
     `options`: of decoding (background and the like). `fingerprint`: of weights, processor settings and dtype.
     """
-    state = sha256(b"triptych media 1")
+    state = sha256(b"triptych media 2")
     for field in (modality.encode(), options.encode(), fingerprint.encode(), uuid.encode(), content):
         state.update(len(field).to_bytes(8, "big"))  # so that no field can run over into the next
         state.update(field)

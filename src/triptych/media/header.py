@@ -24,6 +24,7 @@ from PIL import (
 )
 
 from triptych.errors import MediaError
+from triptych.media.header_cost import check_header_cost
 from triptych.types import ImageSize
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -52,16 +53,24 @@ _OTHER_TYPES = (
 _SNIFF_BYTES = 4096
 
 
-def open_image(content: bytes) -> Image.Image:
+def open_image(content: bytes, max_pixels: int) -> Image.Image:
     """The image with its header read and no pixel decoded. Raises MediaError naming the type of anything else."""
     if not content:
         raise MediaError("the image is empty (0 bytes)")
+    check_header_cost(content, max_pixels)
     try:
         return Image.open(BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError:
         raise MediaError(f"{_describe(content)}; supported are {', '.join(FORMATS)}") from None
     except PILLOW_ERRORS as error:
-        raise MediaError(f"the image's header cannot be read: {error}") from error
+        raise MediaError(f"the image's header cannot be read: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """What an error of Pillow says, or is."""
+    if isinstance(error, MemoryError):
+        return "it needs more memory than there is for one image"
+    return str(error) or type(error).__name__
 
 
 def orientation_of(image: Image.Image, content: bytes) -> int:

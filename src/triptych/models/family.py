@@ -7,15 +7,16 @@ workers for everything else. Classes of transformers are named as "module:Class"
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL.Image import Resampling
 
 from triptych.models.checkpoint import Checkpoint
-from triptych.types import ImageSize, ItemMetadata, PromptItem
+from triptych.types import ImageSize, ItemMetadata, PixelLimits, PromptItem
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,13 @@ class PromptPositions(NamedTuple):
     delta: int
 
 
+class Resizing(NamedTuple):
+    """How an image is scaled before it is cut into patches."""
+
+    size: ImageSize
+    resample: int  # Pillow's number of the filter
+
+
 class Located(NamedTuple):
     """Where a checkpoint's tensor goes."""
 
@@ -95,16 +103,34 @@ class Family(ABC):
         return self.vision.out_hidden * (1 + self.vision.num_deepstack)
 
     @abstractmethod
-    def image_metadata(self, size: ImageSize) -> ItemMetadata:
-        """Grid and counts of an image of this size. Raises BadRequestError for one that the model cannot read."""
+    def pixel_limits(self, options: Mapping[str, object]) -> PixelLimits:
+        """Under a request's `mm_processor_kwargs`. Raises BadRequestError naming an option that cannot be served."""
+
+    @abstractmethod
+    def image_metadata(self, size: ImageSize, limits: PixelLimits | None = None) -> ItemMetadata:
+        """Grid and counts of an image of this size. Raises BadRequestError for one that the model cannot read.
+
+        `limits`: None for the checkpoint's own.
+        """
 
     @abstractmethod
     def expansion(self, metadata: ItemMetadata) -> list[int]:
         """Token ids that stand for the item in the prompt, `num_tokens` of them."""
 
     @abstractmethod
+    def resizing(self, metadata: ItemMetadata) -> Resizing:
+        """What is done to an image before `patches`."""
+
+    @abstractmethod
+    def patches(self, pixels: NDArray[np.uint8], metadata: ItemMetadata) -> NDArray[np.float32]:
+        """Patches [num_patches, patch_dim] of RGB pixels [height, width, 3] that have the size of `resizing`."""
+
     def preprocess(self, image: Image, metadata: ItemMetadata) -> NDArray[np.float32]:
-        """Patches [num_patches, patch_dim] of an RGB image. Raises MediaError if its size belies `metadata`."""
+        """Patches of an RGB image that is decoded already."""
+        if image.mode != "RGB":
+            raise ValueError(f"preprocess takes RGB images, got {image.mode}")
+        size, resample = self.resizing(metadata)
+        return self.patches(np.asarray(image.resize(size, resample=Resampling(resample))), metadata)
 
     @abstractmethod
     def positions(self, token_ids: Sequence[int], items: Sequence[PromptItem]) -> PromptPositions:

@@ -5,21 +5,20 @@ A family sets its classes and the few sizes that its config.json may leave out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.errors import BadRequestError, ConfigError, MediaError
+from triptych.errors import ConfigError
 from triptych.models.checkpoint import Checkpoint, Json
-from triptych.models.family import Family, Located, Part, PromptPositions, TextDims, VisionDims
+from triptych.models.family import Family, Located, Part, PromptPositions, Resizing, TextDims, VisionDims
 from triptych.models.image_patches import ImagePatches
-from triptych.types import Grid, ImageSize, ItemMetadata, PromptItem
+from triptych.types import Grid, ImageSize, ItemMetadata, PixelLimits, PromptItem
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
 # Prefixes of weights on disk, longest first: as transformers 5 saves them, and as older checkpoints have them.
 _PREFIXES = (
@@ -101,8 +100,11 @@ class QwenVL(Family):
 
     # -- layout of a prompt --------------------------------------------------------------------------------------------
 
-    def image_metadata(self, size: ImageSize) -> ItemMetadata:
-        grid = self._images.grid(size)
+    def pixel_limits(self, options: Mapping[str, object]) -> PixelLimits:
+        return self._images.limits_for(options)
+
+    def image_metadata(self, size: ImageSize, limits: PixelLimits | None = None) -> ItemMetadata:
+        grid = self._images.grid(size, limits or self._images.limits)
         count = grid.t * grid.h * grid.w // self.vision.merge_size**2
         return ItemMetadata(grid=grid, num_embeds=count, num_tokens=count)
 
@@ -143,16 +145,11 @@ class QwenVL(Family):
                 return Located(part, module_prefix + name.removeprefix(prefix))
         return self._refuse(f"{name} is not a weight of {self.model_type}")
 
-    def preprocess(self, image: Image, metadata: ItemMetadata) -> NDArray[np.float32]:
-        if image.mode != "RGB":
-            raise ValueError(f"preprocess takes RGB images, got {image.mode}")
-        try:
-            grid = self._images.grid(ImageSize(*image.size))
-        except BadRequestError as error:
-            raise MediaError(error.message) from error
-        if grid != metadata.grid:
-            raise MediaError(f"the image is {image.width}x{image.height} pixels, which is not what its header says")
-        return self._images.patches(image, grid)
+    def resizing(self, metadata: ItemMetadata) -> Resizing:
+        return Resizing(self._images.resized(metadata.grid), self._images.resample)
+
+    def patches(self, pixels: NDArray[np.uint8], metadata: ItemMetadata) -> NDArray[np.float32]:
+        return self._images.patches(pixels, metadata.grid)
 
     def encode(self, tower: torch.nn.Module, patches: torch.Tensor, grids: torch.Tensor) -> list[torch.Tensor]:
         output = tower(patches, grid_thw=grids, return_dict=True)

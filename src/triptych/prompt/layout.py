@@ -5,7 +5,7 @@ Nothing here needs a pixel: how many tokens an item fills follows from its metad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from triptych.errors import BadRequestError, ConfigError
 from triptych.prompt.continuation import cut_at, mark_end
 from triptych.prompt.guard import ClientText, SpecialTokens
 from triptych.prompt.template import ChatTemplate, read_settings
-from triptych.types import ImageSize, ItemMetadata, MediaItem, Placeholder, Prompt, PromptItem
+from triptych.types import ImageSize, ItemMetadata, MediaItem, PixelLimits, Placeholder, Prompt, PromptItem
 
 
 class MediaLayout(Protocol):
@@ -26,8 +26,12 @@ class MediaLayout(Protocol):
         """What the chat template leaves for one item: the text of one token."""
         ...
 
-    def image_metadata(self, size: ImageSize) -> ItemMetadata:
-        """Raises BadRequestError for an image that the model cannot read."""
+    def pixel_limits(self, options: Mapping[str, object]) -> PixelLimits:
+        """Under a request's `mm_processor_kwargs`. Raises BadRequestError naming an option that cannot be served."""
+        ...
+
+    def image_metadata(self, size: ImageSize, limits: PixelLimits | None = None) -> ItemMetadata:
+        """Raises BadRequestError for an image that the model cannot read. `limits`: None for the checkpoint's own."""
         ...
 
     def expansion(self, metadata: ItemMetadata) -> list[int]:

@@ -239,7 +239,7 @@ class Attempt:
         item = self._media[mm_hash]
         self._open[mm_hash] = _OpenItem(encoder, consumer)
         self._marks.item_given(mm_hash, encoder.name)
-        to_encode = messages.ItemToEncode(item.modality, item.mm_hash, item.content, item.metadata)
+        to_encode = messages.ItemToEncode(item.modality, item.mm_hash, item.content, item.metadata, item.decoding)
         self._send(encoder, messages.PrepareItems(*self._key, [to_encode]))
         self._send(encoder, messages.EncodeItems(*self._key, [mm_hash], consumer.address))
 
@@ -267,7 +267,7 @@ class Attempt:
 
     def _on_item_failed(self, sender: str, message: messages.ItemFailed) -> None:
         if message.bad_media:
-            raise MediaError(message.message, param="messages")
+            raise MediaError(message.message, param=self._media[message.mm_hash].param)
         if message.mm_hash in self._open:
             self._encode_elsewhere(message.mm_hash, sender, message.message)
 

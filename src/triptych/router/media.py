@@ -6,14 +6,25 @@ Only headers are read: no pixel is decoded in this process.
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
 from triptych.config import MediaConfig
-from triptych.errors import BadRequestError, MediaError
+from triptych.errors import BadRequestError, ConfigError, MediaTimeoutError
 from triptych.media.fetch import MediaFetcher
 from triptych.media.hash import mm_hash
+from triptych.media.options import background_of, read_colour
 from triptych.media.probe import probe_image
+from triptych.media.staging import Staged, Staging
+from triptych.media.uuid_cache import UuidCache, UuidKey
 from triptych.prompt.layout import MediaLayout
-from triptych.types import ImageInput, MediaItem, Modality, Request
+from triptych.types import ImageDecoding, ImageInput, MediaItem, Modality, PixelLimits, Request, Rgb
+
+
+class _Options(NamedTuple):
+    """How this request wants its images."""
+
+    limits: PixelLimits
+    background: Rgb
 
 
 class MediaReader:
@@ -23,40 +34,84 @@ class MediaReader:
         self._config = config
         self._layout = layout
         self._fingerprint = fingerprint
-        self._fetcher = MediaFetcher(config)
+        self.staging = Staging(config.max_staged_bytes)
+        self._fetcher = MediaFetcher(config, self.staging)
+        self._named = UuidCache(config.uuid_cache_bytes)
+        try:
+            self._background = read_colour(config.background)
+        except ValueError as error:
+            raise ConfigError(f"media.background = {config.background!r}: {error}", param="media.background") from error
 
     async def close(self) -> None:
         await self._fetcher.close()
 
-    async def read(self, request: Request) -> list[MediaItem]:
-        """All images of the request in their order, fetched at once. Raises what a client must know of them."""
+    async def read(self, request: Request, staged: Staged) -> list[MediaItem]:
+        """All images of the request in their order, fetched at once. Raises what a client must know of them.
+
+        `staged` counts their bytes until the caller closes it, which is when the request ends.
+        """
+        options = _Options(
+            self._layout.pixel_limits(request.processor_options),
+            background_of(request.media_options, self._background),
+        )
         images, limit = request.images, self._config.max_images
         if len(images) > limit:
             raise BadRequestError(f"the request has {len(images)} images, the limit is {limit}", param="messages")
         if not images:
             return []
-        tasks = [asyncio.create_task(self._fetch(image)) for image in images]
+        contents = await self._contents(request, staged)
+        # On a thread: hashing tens of megabytes would hold up every other request's tokens.
+        pairs = list(zip(images, contents, strict=True))
+        return await asyncio.to_thread(lambda: [self._item(*pair, options) for pair in pairs])
+
+    async def _contents(self, request: Request, staged: Staged) -> list[bytes]:
+        tasks = [asyncio.create_task(self._fetch(image, staged)) for image in request.images if _has_content(image)]
         try:
-            contents = await asyncio.gather(*tasks)
+            fetched = iter(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
-        # On a thread: hashing tens of megabytes would hold up every other request's tokens.
-        return await asyncio.to_thread(lambda: [self._item(*pair) for pair in zip(images, contents, strict=True)])
+        contents = []
+        for image in request.images:
+            key = UuidKey(request.client, request.cache_salt, image.uuid)
+            if _has_content(image):
+                content = next(fetched)
+                if image.uuid:
+                    self._named.put(key, content)
+            else:
+                content = self._kept(key, image, staged)
+            contents.append(content)
+        return contents
 
-    async def _fetch(self, image: ImageInput) -> bytes:
+    async def _fetch(self, image: ImageInput, staged: Staged) -> bytes:
         try:
-            return await self._fetcher.fetch(image.url)
-        except MediaError as error:
+            return await self._fetcher.fetch(image.url, staged)
+        except (BadRequestError, MediaTimeoutError) as error:
             error.param = error.param or image.param
             raise
 
-    def _item(self, image: ImageInput, content: bytes) -> MediaItem:
+    def _kept(self, key: UuidKey, image: ImageInput, staged: Staged) -> bytes:
+        content = self._named.get(key)
+        if content is None:
+            raise BadRequestError(
+                f"no image is kept with the uuid {key.uuid[:80]!r}: send it with its content", param=image.param
+            )
+        staged.add(len(content))
+        return content
+
+    def _item(self, image: ImageInput, content: bytes, options: _Options) -> MediaItem:
         try:
             size = probe_image(content, self._config)
-        except MediaError as error:
-            error.param = error.param or image.param
+            metadata = self._layout.image_metadata(size, options.limits)
+        except BadRequestError as error:
+            error.param = image.param
             raise
-        options = f"background={self._config.background}"
-        identity = mm_hash(content, Modality.IMAGE, options, self._fingerprint, image.uuid)
-        return MediaItem(Modality.IMAGE, identity, content, self._layout.image_metadata(size))
+        # Of the processor's options only the grid that follows from them changes the embedding.
+        chosen = f"background={tuple(options.background)} grid={tuple(metadata.grid)}"
+        identity = mm_hash(content, Modality.IMAGE, chosen, self._fingerprint, image.uuid)
+        decoding = ImageDecoding(size, options.background)
+        return MediaItem(Modality.IMAGE, identity, content, metadata, decoding, image.param)
+
+
+def _has_content(image: ImageInput) -> bool:
+    return bool(image.url) or not image.uuid

@@ -103,12 +103,13 @@ class Router:
     async def handle(self, request: Request) -> AsyncGenerator[Event, None]:
         """`Started`, the events of each choice, `Finished`; or a TriptychError. Closing it cancels every stage."""
         marks = RequestMarks(request.request_id, self._clock)
+        staged = self._media.staging.open()
         self._metrics.request_started()
         self.num_running += 1
         try:
             self.admit(self.num_running - 1, request.deadline_s)
             with marks.fetch():
-                media = await self._media.read(request)
+                media = await self._media.read(request, staged)
             with marks.plan():
                 prompt = lay_out(self._builder, request, media, self.max_model_len)
                 media = read_by(prompt, media)
@@ -129,13 +130,15 @@ class Router:
                 self._metrics.cancelled()
             raise
         finally:
+            staged.close()
             self.num_running -= 1
             self._metrics.request_ended()
             marks.log()
 
     async def lay_out(self, request: Request) -> Prompt:
         """The request's prompt, its images' headers read, without running it. Raises as `handle` does."""
-        return lay_out(self._builder, request, await self._media.read(request), self.max_model_len)
+        with self._media.staging.open() as staged:
+            return lay_out(self._builder, request, await self._media.read(request, staged), self.max_model_len)
 
     def admit(self, num_others: int | None = None, deadline_s: float | None = None) -> None:
         """Before any work on a request. Raises OverloadedError with the time after which to ask again."""

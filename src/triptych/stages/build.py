@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from triptych.clock import Clock
 from triptych.config import Config
 from triptych.engine.engine import Engine, Runner
@@ -18,8 +21,9 @@ from triptych.errors import ConfigError
 from triptych.handoff.embedding import EmbeddingPool
 from triptych.handoff.kv import KVLayout, KVMemory, KVProducer
 from triptych.handoff.leases import Leases
-from triptych.media.decode import decode_image
-from triptych.messages import EmbeddingsNeeded
+from triptych.media.decode import DecodeJob
+from triptych.media.decode_process import Decode, DecodeLimits, DecodeProcesses
+from triptych.messages import EmbeddingsNeeded, ItemToEncode
 from triptych.models.registry import ModelSpec
 from triptych.models.vision import VisionRunner
 from triptych.models.weights import Progress, resolve_device, torch_dtype
@@ -28,7 +32,7 @@ from triptych.stages.decode import DecodeStage
 from triptych.stages.encode import EncodeStage, VisionTower
 from triptych.stages.language import LanguageStage
 from triptych.stages.prefill import PrefillStage
-from triptych.stages.preprocess import Preprocessor, ToPatches
+from triptych.stages.preprocess import Preprocessor, ThreadedPreprocessor, ToPatches
 from triptych.stages.requests import RequestFactory
 from triptych.transport.base import Transport
 from triptych.types import Stage, WeightsReport, WorkerAddress
@@ -82,14 +86,25 @@ def pool_bytes(config: Config, spec: ModelSpec, stages: Sequence[Stage]) -> int:
     return total + (1 << 20)  # alignment
 
 
-def to_patches(spec: ModelSpec, background: str) -> ToPatches:
-    return lambda item: spec.family.preprocess(decode_image(item.content, background), item.metadata)
+def to_patches(spec: ModelSpec, decode: Decode) -> ToPatches:
+    family = spec.family
+
+    def patches(item: ItemToEncode) -> NDArray[np.float32]:
+        pixels = decode(DecodeJob(item.content, item.decoding, *family.resizing(item.metadata)))
+        return family.patches(pixels, item.metadata)
+
+    return patches
 
 
-def load_encode(
-    parts: WorkerParts, preprocessor: Preprocessor, progress: Progress
-) -> tuple[EncodeStage, WeightsReport]:
+def load_encode(parts: WorkerParts, wake: Callable[[], None], progress: Progress) -> tuple[EncodeStage, WeightsReport]:
+    """`wake` is called from other threads whenever an image is preprocessed."""
+    media, encode = parts.config.media, parts.config.encode
+    limits = DecodeLimits(media.max_image_pixels, encode.decode_bytes, encode.decode_timeout_s)
+    decode = DecodeProcesses(limits, encode.preprocess_threads)  # they start while the weights are read
+    patches = to_patches(parts.spec, decode)
+    preprocessor = ThreadedPreprocessor(patches, encode.preprocess_threads, wake, decode.close)
     tower = VisionRunner.load(parts.spec, progress=progress)
+    decode.wait_ready()
     return build_encode(parts, preprocessor, tower), tower.report
 
 

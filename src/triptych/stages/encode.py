@@ -190,7 +190,8 @@ class EncodeStage:
         for done in self._preprocessor.poll():
             prepared = self._prepared.get(done.mm_hash)
             if prepared is not None:
-                prepared.patches, prepared.error, prepared.bad_media = done.patches, done.error, bool(done.error)
+                prepared.patches, prepared.error, prepared.bad_media = done.patches, done.error, done.bad_media
+                prepared.submitted = not done.error or done.bad_media  # else the next demand tries again
 
     def _serve_cached(self) -> bool:
         """Publish every demanded item that is in the cache, fail those that cannot be decoded."""

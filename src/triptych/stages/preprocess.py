@@ -1,6 +1,6 @@
 """Media bytes to patches, on threads beside the vision tower, so that decoding and resizing never wait for a forward.
 
-The encode stage submits and polls; the threads release the interpreter lock in Pillow and numpy.
+The encode stage submits and polls; the threads wait for processes that decode (`media/decode_process.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.errors import MediaError
+from triptych.errors import MediaError, TriptychError
 from triptych.messages import ItemToEncode
 
 ToPatches = Callable[[ItemToEncode], "NDArray[np.float32]"]
@@ -25,6 +25,7 @@ class Preprocessed(NamedTuple):
     mm_hash: str
     patches: NDArray[np.float32] | None
     error: str = ""
+    bad_media: bool = False  # the error is the item's own fault
 
 
 def preprocess(item: ItemToEncode, to_patches: ToPatches) -> Preprocessed:
@@ -32,9 +33,11 @@ def preprocess(item: ItemToEncode, to_patches: ToPatches) -> Preprocessed:
     try:
         return Preprocessed(item.mm_hash, to_patches(item))
     except MediaError as error:
+        return Preprocessed(item.mm_hash, None, error.message, bad_media=True)
+    except TriptychError as error:
         return Preprocessed(item.mm_hash, None, error.message)
     except Exception as error:  # noqa: BLE001  a decoder's own bug, on a thread where nobody would see it
-        return Preprocessed(item.mm_hash, None, f"the image cannot be decoded: {error}")
+        return Preprocessed(item.mm_hash, None, f"the image cannot be decoded: {error}", bad_media=True)
 
 
 class Preprocessor(Protocol):
@@ -48,11 +51,14 @@ class Preprocessor(Protocol):
 
 
 class ThreadedPreprocessor:
-    """`wake` is called from a thread of the pool whenever something is ready."""
+    """`wake` is called from a thread of the pool whenever something is ready, `on_close` when the last one is done."""
 
-    def __init__(self, to_patches: ToPatches, num_threads: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, to_patches: ToPatches, num_threads: int, wake: Callable[[], None], on_close: Callable[[], None]
+    ) -> None:
         self._to_patches = to_patches
         self._wake = wake
+        self._on_close = on_close
         self._done: SimpleQueue[Preprocessed] = SimpleQueue()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="preprocess")
 
@@ -73,6 +79,7 @@ class ThreadedPreprocessor:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._on_close()
 
 
 class InlinePreprocessor:
