@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := src tests demo benchmarks hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow check bench format clean
+.PHONY: help demo serve test test-slow test-clients check bench format clean
 
 help:  ## print the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,10 +33,13 @@ test: $(VENV)/.installed-dev  ## lint, types and the fast tests
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -m "not slow and not gpu and not clients"
 
 test-slow: $(VENV)/.installed-dev  ## the tests that need minutes
-	$(BIN)/pytest -m "slow and not gpu"
+	$(BIN)/pytest -m "slow and not gpu and not clients"
+
+test-clients: $(VENV)/.installed-dev  ## public clients against a deployment; makes an environment for each
+	$(BIN)/pytest -m clients tests/clients
 
 check: test test-slow  ## what CI runs
 
@@ -56,4 +59,4 @@ format: $(VENV)/.installed-dev  ## sort imports and format
 	$(BIN)/ruff format $(SOURCES)
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) demo-output benchmark-results checkpoints .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-clients demo-output benchmark-results checkpoints .pytest_cache .mypy_cache .ruff_cache
