@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import httpx
@@ -112,7 +113,7 @@ async def test_a_drained_worker_finishes_leaves_and_is_replaced_while_others_tak
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["drain", "SIGTERM"])
+@pytest.mark.parametrize("how", ["triptych restart", "SIGTERM"])
 async def test_a_rolling_restart_of_all_workers_under_load_loses_no_request(config: Config, how: str) -> None:
     """One worker after the other leaves, and the next follows when its next life is live."""
     names = [f"{stage}-{k}" for stage in ("encode", "prefill", "decode") for k in (0, 1)]
@@ -129,13 +130,17 @@ async def test_a_rolling_restart_of_all_workers_under_load_loses_no_request(conf
 
         asking = [asyncio.create_task(keep_asking(seed)) for seed in expected]
         first_pids = [deployment.pid(name) for name in names]
-        for name, pid in zip(names, first_pids, strict=True):
-            assert pid is not None
-            if how == "drain":
-                assert (await client.post("/workers/drain", json={"name": name})).status_code == 200
-            else:
+        if how == "SIGTERM":
+            for k, (name, pid) in enumerate(zip(names, first_pids, strict=True)):
+                assert pid is not None
                 os.kill(pid, signal.SIGTERM)
-            await until_live(client, [name], first_pids[: names.index(name) + 1])
+                await until_live(client, [name], first_pids[: k + 1])
+        else:
+            command = [sys.executable, "-m", "triptych.cli.main", "restart", "--url", deployment.url]
+            restart = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+            said, _ = await restart.communicate()
+            assert restart.returncode == 0
+            assert [line.split()[0] for line in said.decode().splitlines()] == sorted(names)
         over.set()
         assert min(await asyncio.gather(*asking)) > 0
         await until_live(client, names, first_pids)
