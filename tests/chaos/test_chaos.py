@@ -79,7 +79,7 @@ def test_the_table_counts_what_was_in_flight_and_what_failed() -> None:
 def test_a_run_with_a_failure_in_a_hundred_and_one_keeps_its_promises_and_with_two_does_not() -> None:
     found = {
         "requests": {"started": 101, "answered": 100, "failed": 1}, "success": 100 / 101, "faults": [1, 2],
-        "unlike_the_reference": [], "failures_while_undisturbed": [], "unrecovered": [], "grown": [],
+        "unlike_the_reference": [], "failures_while_undisturbed": [], "unrecovered": [], "unjust": [], "grown": [],
         "ended_alone": False,
     }  # fmt: skip
     assert verdict(found) == []
