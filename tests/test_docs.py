@@ -135,7 +135,7 @@ def test_triptych_commands_parse(page: Path) -> None:
         if len(words) < 2:
             continue
         if any(argument in ("--help", "--version") for argument in words) or len(words) == 2:
-            known = {"serve", "router", "worker", "demo", "config", "--help", "--version"}
+            known = {"serve", "router", "worker", "restart", "demo", "config", "--help", "--version"}
             assert set(words[1:]) <= known, f"{page.name}: {command}"
             continue
         try:

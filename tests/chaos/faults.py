@@ -43,6 +43,7 @@ class Faults:
     mean_s: float
     make_link: Callable[[Server, WorkerView], Link] = SocketFiles
     injections: list[Injection] = field(default_factory=list)
+    unjust: list[str] = field(default_factory=list)  # what happened to workers that were well
     _busy: set[str] = field(default_factory=set)  # stages under a fault
     _deaths: list[tuple[str, float]] = field(default_factory=list)  # worker, when
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -58,6 +59,7 @@ class Faults:
             "drain": (3, self._drain),
             "SIGTERM to the worker": (1, self._terminate),
             "link cut": (2, self._cut),
+            "stop of the router": (1, self._stop_router),
         }
 
     async def run(self, until_s: float) -> None:
@@ -143,6 +145,17 @@ class Faults:
             await asyncio.sleep(for_s)
         finally:
             send_signal(victim.pid, signal.SIGCONT)
+
+    async def _stop_router(self, victim: WorkerView, rng: random.Random) -> None:
+        """Longer than the TTL of every worker: none of them is at fault."""
+        send_signal(self.server.pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(rng.uniform(1.1, 1.4) * self.ttl_s)
+        finally:
+            send_signal(self.server.pid, signal.SIGCONT)
+        await asyncio.sleep(1.0)
+        if victim.epoch not in {worker.epoch for worker in await self.server.workers()}:
+            self.unjust.append(f"{victim.name} was lost because the router was stopped")
 
     async def _drain(self, victim: WorkerView, rng: random.Random) -> None:
         await self.server.drain(victim.name)

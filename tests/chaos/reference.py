@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer
 
 from tests.chaos.asking import Answer
@@ -19,6 +20,7 @@ from triptych.types import MediaItem, Modality, Prompt
 
 def reference_answers(questions: Sequence[Asked]) -> dict[int, Answer]:
     """By place in `questions`; sampled ones have none."""
+    torch.set_num_threads(1)  # threads that wait for each other are slow where others use the cores too
     spec = open_model("demo", ModelConfig(dtype="float32"))
     builder = PromptBuilder(spec.path, spec.family)
     load: Any = AutoTokenizer.from_pretrained

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,11 @@ from PIL import Image
 from tests.chaos import cancels
 from tests.chaos.asking import Answer, BrokenError, End, read_events
 from tests.chaos.faults import Injection, table
-from tests.chaos.load import Flight
+from tests.chaos.load import Flight, undisturbed
 from tests.chaos.questions import make_questions, with_comment
 from tests.chaos.resources import SLACK_BYTES, Process, Snapshot, grown
 from tests.chaos.run import verdict
+from tests.chaos.server import Server, send_signal
 
 TEXT = json.dumps({"choices": [{"delta": {"content": "yes"}, "finish_reason": None}]})
 LAST = json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]})
@@ -79,13 +82,27 @@ def test_the_table_counts_what_was_in_flight_and_what_failed() -> None:
 def test_a_run_with_a_failure_in_a_hundred_and_one_keeps_its_promises_and_with_two_does_not() -> None:
     found = {
         "requests": {"started": 101, "answered": 100, "failed": 1}, "success": 100 / 101, "faults": [1, 2],
-        "unlike_the_reference": [], "failures_while_undisturbed": [], "unrecovered": [], "grown": [],
+        "unlike_the_reference": [], "failures_while_undisturbed": [], "unrecovered": [], "unjust": [], "grown": [],
         "ended_alone": False,
     }  # fmt: skip
     assert verdict(found) == []
     worse = found | {"requests": {"started": 102, "answered": 100, "failed": 2}, "success": 100 / 102}
     assert verdict(worse) == ["success 0.9804 is below 0.99"]
     assert verdict(found | {"requests": {"started": 102, "answered": 100, "failed": 1}}) == ["1 requests did not end"]
+
+
+@pytest.mark.slow
+async def test_a_router_that_was_stopped_for_longer_than_the_ttl_loses_no_worker(tmp_path: Path) -> None:
+    async with Server("1E/1P/1D", ["--heartbeat-ttl-s", "2", "--heartbeat-s", "0.2"], tmp_path / "log") as server:
+        epochs = {worker.epoch for worker in await server.workers()}
+        (asked,) = make_questions(1, 3)
+        (expected,) = await undisturbed(server.url, [asked])
+        send_signal(server.pid, signal.SIGSTOP)
+        await asyncio.sleep(6.0)
+        send_signal(server.pid, signal.SIGCONT)
+        assert await undisturbed(server.url, [asked]) == [expected]
+        await asyncio.sleep(1.0)  # some sweeps
+        assert {worker.epoch for worker in await server.workers()} == epochs
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import httpx
@@ -69,6 +70,32 @@ async def test_s8_a_stream_goes_on_on_another_decode_worker_from_the_tokens_alre
         await until_idle(client)
 
 
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+async def test_s8_three_seeded_choices_go_on_when_a_worker_of_theirs_is_killed(config: Config, stage: str) -> None:
+    async with serving(config, "1E/2P/2D") as (deployment, client):
+        body = chat(image_part(3), "what is it", max_tokens=100, n=3) | {"temperature": 0.9, "seed": 5}
+        choices = (await post(client, body)).json()["choices"]
+        expected = {choice["index"]: choice["message"]["content"] for choice in choices}
+        assert len(set(expected.values())) == 3
+        texts, ended, num_chunks, killed = dict.fromkeys(expected, ""), list[int](), 0, ""
+        async with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                for choice in json.loads(line[6:])["choices"]:
+                    texts[choice["index"]] += choice["delta"].get("content") or ""
+                    ended += [choice["index"]] if choice["finish_reason"] else []
+                num_chunks += 1
+                if num_chunks > 6 and not killed:
+                    busy = {w.name for w in deployment.router.registry.workers() if w.num_inflight_requests}  # type: ignore[attr-defined]
+                    killed = min(name for name in busy if name.startswith(stage))
+                    deployment.kill(killed)
+        assert killed
+        assert texts == expected
+        assert sorted(ended) == [0, 1, 2]
+        await until_idle(client)
+
+
 async def test_s10_a_client_that_goes_away_frees_every_stage(config: Config) -> None:
     async with serving(config, "1E/1P/1D") as (_, client):
         for seed in range(NUM_REQUESTS):
@@ -112,7 +139,7 @@ async def test_a_drained_worker_finishes_leaves_and_is_replaced_while_others_tak
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["drain", "SIGTERM"])
+@pytest.mark.parametrize("how", ["triptych restart", "SIGTERM"])
 async def test_a_rolling_restart_of_all_workers_under_load_loses_no_request(config: Config, how: str) -> None:
     """One worker after the other leaves, and the next follows when its next life is live."""
     names = [f"{stage}-{k}" for stage in ("encode", "prefill", "decode") for k in (0, 1)]
@@ -129,13 +156,17 @@ async def test_a_rolling_restart_of_all_workers_under_load_loses_no_request(conf
 
         asking = [asyncio.create_task(keep_asking(seed)) for seed in expected]
         first_pids = [deployment.pid(name) for name in names]
-        for name, pid in zip(names, first_pids, strict=True):
-            assert pid is not None
-            if how == "drain":
-                assert (await client.post("/workers/drain", json={"name": name})).status_code == 200
-            else:
+        if how == "SIGTERM":
+            for k, (name, pid) in enumerate(zip(names, first_pids, strict=True)):
+                assert pid is not None
                 os.kill(pid, signal.SIGTERM)
-            await until_live(client, [name], first_pids[: names.index(name) + 1])
+                await until_live(client, [name], first_pids[: k + 1])
+        else:
+            command = [sys.executable, "-m", "triptych.cli.main", "restart", "--url", deployment.url]
+            restart = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+            said, _ = await restart.communicate()
+            assert restart.returncode == 0
+            assert [line.split()[0] for line in said.decode().splitlines()] == sorted(names)
         over.set()
         assert min(await asyncio.gather(*asking)) > 0
         await until_live(client, names, first_pids)

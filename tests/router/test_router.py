@@ -462,6 +462,24 @@ async def collect(events: AsyncGenerator[Event, None]) -> list[int]:
     return token_ids
 
 
+@pytest.mark.parametrize(("placement", "name"), [("1E/1P/2D", "decode-0"), ("1E/2P/1D", "prefill-0")])
+async def test_a_worker_that_leaves_and_has_not_said_so_yet_is_asked_once(
+    world: World, placement: str, name: str
+) -> None:
+    """As after a SIGTERM, until its next heartbeat."""
+    async with world.cluster(placement, RouterConfig(max_attempts=2)) as cluster:
+        leaving = cluster.workers[name]
+        silent = leaving.worker.heartbeat(leaving.address)()
+        leaving.worker.heartbeat = lambda address: lambda: silent  # type: ignore[method-assign]
+        leaving.worker._draining = True
+        for k in range(8):
+            got = await answer(cluster, world.request(f"{k}", [k % 4], text=f"{k}" * 9))
+            assert got.token_ids == world.expected(cluster, [k % 4], text=f"{k}" * 9)
+        states = {worker.name: worker.state for worker in cluster.router.registry.workers()}
+        assert states[name] == "draining"
+        assert list(states.values()).count("draining") == 1
+
+
 async def test_nobody_who_can_take_it_over_in_time_is_a_503(world: World) -> None:
     async with (
         world.cluster("1E/1PD", RouterConfig(capacity_wait_s=0.01)) as cluster,

@@ -32,5 +32,12 @@ class Told:
     def _joined(self, worker: RegisteredWorker) -> None:
         self.num_joined += 1
 
+    def pass_time(self, seconds: float) -> None:
+        """As the router does: with a sweep every moment."""
+        end_s = self.clock.now() + seconds
+        while self.clock.now() < end_s:
+            self.clock.advance(min(0.25, end_s - self.clock.now()))
+            self.registry.sweep()
+
     def live(self, stage: Stage) -> list[str]:
         return [worker.name for worker in self.registry.live(stage)]

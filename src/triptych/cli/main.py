@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from triptych import __version__
-from triptych.cli import bench, config, demo, router, serve, worker
+from triptych.cli import bench, config, demo, restart, router, serve, worker
 from triptych.errors import TriptychError
 
 
@@ -19,7 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"triptych {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, router, worker, demo, bench, config):
+    for command in (serve, router, worker, restart, demo, bench, config):
         command.add_parser(commands)
     return parser
 

@@ -162,6 +162,8 @@ class Attempt:
             case messages.Accepted():
                 self._on_accepted(message, output_ids)
             case messages.Refused():
+                if message.reason is messages.Refusal.DRAINING:
+                    self._leaves(sender)
                 if message.reason.retryable:
                     raise WorkerLostError(f"{sender} refused the request: {message.message}")
                 raise BadRequestError(message.message)
@@ -181,6 +183,11 @@ class Attempt:
                 raise kind(message.message)
             case _:
                 raise EngineError(f"{sender} sent the router a {type(message).__name__}")
+
+    def _leaves(self, name: str) -> None:
+        """It will not take the next attempt either; its heartbeat would say so only later."""
+        for worker in (self.plan.prefill, self.plan.decode):
+            worker.draining |= worker.name == name
 
     def _on_accepted(self, message: messages.Accepted, output_ids: list[int]) -> None:
         self.num_cached_tokens = message.num_cached_tokens

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 # Before a worker has done enough to know: what a small model takes on one core. Only their ratio matters.
 SECONDS_AN_EMBED = 2e-3
 SECONDS_A_PROMPT_TOKEN = 1.2e-3
+LATE_S = 0.5  # between two sweeps
 
 
 class RegisteredWorker:
@@ -82,6 +83,7 @@ class Registry:
         self._clock = clock
         self._on_lost = on_lost
         self._on_joined = on_joined
+        self._swept_s = clock.now()
         self._workers: dict[str, RegisteredWorker] = {}
         self._lost_epochs: set[str] = set()
 
@@ -131,9 +133,17 @@ class Registry:
             self._lose(worker, "it left", logging.INFO)
 
     def sweep(self) -> None:
-        """Lose the workers that have been silent for too long."""
+        """Lose the workers that have been silent for too long.
+
+        Called every moment. Where a call comes late this process was stopped or busy: it heard nobody then, and that
+        is no worker's silence.
+        """
+        now = self._clock.now()
+        deaf_s = max(now - self._swept_s - LATE_S, 0.0)
+        self._swept_s = now
         for worker in list(self._workers.values()):
-            if self._clock.now() - worker.heard_s > self._heartbeat_ttl_s:
+            worker.heard_s = min(worker.heard_s + deaf_s, now)
+            if now - worker.heard_s > self._heartbeat_ttl_s:
                 self._lose(worker, f"silent for {self._heartbeat_ttl_s} s")
 
     def lost(self, name: str) -> None:
