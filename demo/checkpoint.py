@@ -39,7 +39,15 @@ _QWEN2_PATTERN = (  # Qwen2's own: one digit a token, a letter run may take one 
 )
 
 # Parts of a message stand on lines of their own, and each image and video carries its number in the conversation.
+# Tools and calls have the form that Qwen's models know; this one was not trained on them, but can be made to call.
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- for tool in tools -%}
+{{- tool | tojson ~ '\\n' -}}
+{%- endfor -%}
+{{- 'Call one:\\n<tool_call>\\n{"name": "", "arguments": {}}\\n</tool_call><|im_end|>\\n' -}}
+{%- endif -%}
 {%- set seen = namespace(images=0, videos=0) -%}
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' -}}
@@ -59,6 +67,10 @@ CHAT_TEMPLATE = """\
 {%- if not loop.last -%}{{- '\\n' -}}{%- endif -%}
 {%- endfor -%}
 {%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{{- '\\n<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' -}}
+{{- call.function.arguments | tojson ~ '}\\n</tool_call>' -}}
+{%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -50,6 +51,25 @@ async def test_health(api: Any) -> None:
     assert (response.status_code, response.json()["workers"]["decode-0"]) == (503, "no answer")
     api.router.sick, api.router.is_ready = {}, False
     assert (await api.http.get("/health")).status_code == 503
+
+
+async def test_those_who_ask_for_health_at_once_share_the_probes(api: Any) -> None:
+    asked, go_on = 0, asyncio.Event()
+
+    async def health() -> dict[str, str]:
+        nonlocal asked
+        asked += 1
+        await go_on.wait()
+        return {"encode-0": ""}
+
+    api.router.health = health
+    answers = [asyncio.create_task(api.http.get("/health")) for _ in range(5)]
+    await asyncio.sleep(0.01)
+    go_on.set()
+    assert {(await answer).json()["workers"]["encode-0"] for answer in answers} == {"ok"}
+    assert asked == 1
+    await api.http.get("/health")
+    assert asked == 2
 
 
 async def post(api: Any, path: str, value: object) -> Any:

@@ -11,6 +11,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from triptych.errors import BadRequestError, ConfigError
+from triptych.prompt.layout import PromptBuilder
 from triptych.prompt.template import ChatTemplate
 
 from .conftest import DEMO
@@ -107,3 +108,16 @@ def test_errors_are_the_requests(source: str, reason: str) -> None:
 def test_variables_cannot_replace_the_messages_of_a_call() -> None:
     template = ChatTemplate("{{ messages[0].content }}{{ bos_token }}{{ strftime_now('%Y') }}", {"bos_token": "<s>"})
     assert template.render(TURN, False, unused=1) == f"hello<s>{datetime.now():%Y}"
+
+
+def test_the_packaged_template_tells_of_tools_and_calls_and_is_what_it_was_without(demo: PromptBuilder) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    plain = demo.template.render(messages, True)
+    assert plain == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    rendered = demo.template.render(
+        [*messages, {"role": "assistant", "content": "so", "tool_calls": [call]}], True, tools=tools
+    )
+    assert rendered.startswith('<|im_start|>system\n{"type": "function", "function": {"name": "f"}}\n')
+    assert 'so\n<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call><|im_end|>\n' in rendered

@@ -70,7 +70,7 @@ class GenerationEndpoint:
             if call.stream:
                 # A failure before the first event is an HTTP error; after it the status has been sent.
                 first = await while_connected(request.receive, first_event(events))
-                return EventStream(first, events, call.form.stream(), len(call.requests))
+                return EventStream(first, events, call.form.stream(), len(call.requests), call.request_id)
             async with aclosing(events):
                 answers = await while_connected(request.receive, gather(events, len(call.requests)))
                 return json_response(call.form.whole(answers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
@@ -58,8 +59,13 @@ class TopologyBody(msgspec.Struct, frozen=True):
 
 
 def routes(router: RouterLike, metrics: Metrics) -> list[Route]:
+    probing: asyncio.Task[dict[str, str]] | None = None
+
     async def health(request: Request) -> Response:
-        wrong = await router.health()
+        nonlocal probing
+        if probing is None or probing.done():  # who asks meanwhile waits for the same probes: anybody may ask
+            probing = asyncio.create_task(router.health())
+        wrong = await asyncio.shield(probing)
         well = router.ready() and not any(wrong.values())
         body = HealthBody("ok" if well else "unhealthy", {name: text or "ok" for name, text in wrong.items()})
         return json_response(body, 200 if well else 503)

@@ -61,7 +61,12 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: Numbered, events: AsyncGenerator[Numbered, None], form: StreamForm, num_prompts: int
+        self,
+        first: Numbered,
+        events: AsyncGenerator[Numbered, None],
+        form: StreamForm,
+        num_prompts: int,
+        request_id: str,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -69,13 +74,14 @@ class EventStream(Response):
         self._events = events
         self._form = form
         self._num_open = num_prompts
+        self._request_id = request_id  # for the log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             try:
                 await while_connected(receive, self._send_all(send))
             except (ClientGoneError, OSError):
-                log.debug("client gone during a stream")
+                log.debug("client gone during stream id=%s", self._request_id)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -97,7 +103,7 @@ class EventStream(Response):
             for body in self._form.failed(error):
                 yield body
         except Exception as error:
-            log.exception("a stream failed")
+            log.exception("stream failed id=%s", self._request_id)
             for body in self._form.failed(error):
                 yield body
 
