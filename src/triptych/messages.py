@@ -179,6 +179,7 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop_token_ids entry that ended it
+    ends_in_text: bool = False  # it stopped because its grammar is complete: the last token is text
     prefill: PrefillTiming | None = None
     decode: DecodeTiming | None = None
     logprobs: list[Logprobs] = []  # one a token, where they were asked for

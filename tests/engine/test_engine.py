@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from triptych.clock import ManualClock
 from triptych.config import EngineConfig
 from triptych.engine.batch import Drawn, SampleRow, SequenceChunk, StepLogits
 from triptych.engine.engine import Engine
+from triptych.engine.grammar import GrammarVocabulary
 from triptych.engine.kv_blocks import KVBlockPool
+from triptych.engine.matchers import Matchers
 from triptych.engine.request_state import RequestState, Status
 from triptych.messages import Logprobs
 from triptych.types import FinishReason, PromptItem, SamplingParams
@@ -20,6 +23,7 @@ from triptych.types import FinishReason, PromptItem, SamplingParams
 EOS = 2
 STOP = 3
 WORD = 9
+VOCAB = 10
 
 
 class RecordingRunner:
@@ -42,6 +46,7 @@ class Bench:
         max_model_len: int = 100,
         cache_bytes: int = 1 << 20,
         max_num_batched_tokens: int = 64,
+        tokenizer_file: Path = Path("none"),
     ) -> None:
         self.tokens = list(tokens)
         self.rows: list[SampleRow] = []
@@ -53,8 +58,9 @@ class Bench:
             max_num_batched_tokens=max_num_batched_tokens,
         )
         self.pool = KVBlockPool(num_blocks + 1)
+        matchers = Matchers(GrammarVocabulary(tokenizer_file, VOCAB, [EOS]))
         self.engine = Engine(
-            config, self.runner, self._sample, self.pool, [EOS], max_model_len, ManualClock(), self._demand
+            config, self.runner, self._sample, matchers, self.pool, [EOS], max_model_len, ManualClock(), self._demand
         )
 
     def _sample(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[Drawn]:

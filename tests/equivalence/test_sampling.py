@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,15 @@ import torch
 
 from tests.equivalence.reference import GREEDY, Case, generate, log_probabilities, make_cases
 from tests.equivalence.test_placements import PLACEMENTS, config_of, media_item
+from tests.router.conftest import Answer, answer
 from triptych.config import Config, ModelConfig
 from triptych.kernels import library
 from triptych.models.registry import ModelSpec, open_model
+from triptych.prompt.grammar import compile_structure
 from triptych.prompt.layout import PromptBuilder
 from triptych.testing import Cluster
 from triptych.testing_checkpoints import FamilyName, make_checkpoint
-from triptych.types import Prompt, SamplingParams, Started, TextDelta, TokenLogprobs
+from triptych.types import FinishReason, Prompt, SamplingParams, Started, Structure, TextDelta, TokenLogprobs
 
 NUM_CASES = 8  # and two that share a prefix with one of them
 TOLERANCE = 1e-4  # of a log-probability, in float32
@@ -172,6 +175,45 @@ async def test_draws_are_the_same_in_every_placement_and_after_preemption(model:
                 assert again == first
     other_seeds = [msgspec.structs.replace(VARIED, seed=2000 + k) for k in range(len(model.cases))]
     assert await _answers(model, "EPD", config_of(model.media), other_seeds) != first
+
+
+GRAMMARS = [  # and what they match
+    (Structure("choice", '["a cat", "a dog", "nothing at all"]'), re.compile("a cat|a dog|nothing at all")),
+    (Structure("regex", "[a-f]{2,9}=(yes|no)[!?]?"), re.compile("[a-f]{2,9}=(yes|no)[!?]?")),
+    (Structure("grammar", 'root ::= "(" root ")" | [0-9]'), re.compile(r"\(*[0-9]\)*")),
+]
+
+
+async def _structured(cluster: Cluster, case: Case, media: Path, number: int) -> Answer:
+    structure, _ = GRAMMARS[number % len(GRAMMARS)]
+    sampling = SamplingParams(
+        seed=number, num_logprobs=0, grammar=compile_structure(structure), ignore_eos=number % 2 == 0
+    )
+    request = case.request(media, f"r{number}", sampling)
+    return await answer(cluster, msgspec.structs.replace(request, max_tokens=35))
+
+
+async def test_grammars_hold_in_every_placement_and_after_preemption(model: Model) -> None:
+    """The same draws, each ended by its grammar, and the last token that the grammar takes is part of the text."""
+    first: list[Answer] = []
+    for placement in PLACEMENTS:
+        for num_kv_blocks in (400, 15):
+            config = config_of(model.media, num_kv_blocks=num_kv_blocks, chunk=48)
+            async with Cluster(model.spec, config, placement, seed=9) as cluster:
+                answers = await asyncio.gather(
+                    *(_structured(cluster, case, model.media, k) for k, case in enumerate(model.cases))
+                )
+                await cluster.until_idle()
+                cluster.check()
+                preempted = sum(worker.counter("num_preemptions_total") for worker in cluster.workers.values())
+                assert (preempted > 0) == (num_kv_blocks < 400)
+            for k, one in enumerate(answers):
+                assert GRAMMARS[k % len(GRAMMARS)][1].fullmatch(one.text), one.text
+                assert (one.ended.finish_reason, one.ended.stop_reason) == (FinishReason.STOP, None)
+                assert sum(len(delta.logprobs) for delta in one.deltas) == len(one.token_ids)
+            first = first or answers
+            assert [one.token_ids for one in answers] == [one.token_ids for one in first]
+    assert len({one.text for one in first}) > len(GRAMMARS)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +15,9 @@ from triptych.clock import ManualClock
 from triptych.config import EngineConfig
 from triptych.engine.batch import Drawn, SampleRow, SequenceChunk, StepLogits
 from triptych.engine.engine import Engine
+from triptych.engine.grammar import GrammarVocabulary
 from triptych.engine.kv_blocks import KVBlockPool
+from triptych.engine.matchers import Matchers
 from triptych.engine.request_state import RequestState
 from triptych.errors import MediaError
 from triptych.handoff.embedding import EmbeddingPool
@@ -231,7 +234,15 @@ class LanguageNode(Node):
             embedding_cache_bytes=embedding_cache_bytes,
         )
         self.engine = Engine(
-            config, self.runner, _greedy, KVBlockPool(layout.num_blocks), [], MAX_MODEL_LEN, clock, self._demand
+            config,
+            self.runner,
+            _greedy,
+            Matchers(GrammarVocabulary(Path("none"), VOCAB, [])),
+            KVBlockPool(layout.num_blocks),
+            [],
+            MAX_MODEL_LEN,
+            clock,
+            self._demand,
         )
         requests = RequestFactory(_positions, BLOCK_SIZE, MAX_MODEL_LEN, clock)
         prefill = decode = None

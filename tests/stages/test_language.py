@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
@@ -39,7 +41,7 @@ from triptych.messages import (
     TokenOutput,
 )
 from triptych.testing import fake_output
-from triptych.types import FinishReason, Prompt, Stage, WorkerAddress
+from triptych.types import FinishReason, Prompt, SamplingParams, Stage, WorkerAddress
 
 PROMPT = list(range(10, 28))  # 18 tokens: four full blocks and a half
 CONSUMER = WorkerAddress("decode-9", "e9", "", "")
@@ -182,6 +184,26 @@ def test_a_step_that_fails_ends_its_requests_and_the_worker_goes_on(pd: Language
     pd.runner.error = None
     pd.receive(prefill("b", PROMPT))
     assert ids(tokens(run(pd), "b")) == expected(5)
+
+
+def test_a_grammar_that_cannot_be_followed_fails_its_own_request(p: LanguageNode) -> None:
+    message = prefill("bad", PROMPT, decode_elsewhere=True)
+    p.receive(msgspec.structs.replace(message, sampling=SamplingParams(grammar="nonsense")))
+    p.receive(prefill("good", PROMPT, decode_elsewhere=True))
+    p.receive(fetch("bad"))
+    for _ in range(200):
+        if p.mail.of(AttemptFailed):
+            break
+        steps(p, 1)
+        time.sleep(0.01)  # the vocabulary is read on a thread
+    (failed,) = p.mail.of(AttemptFailed)
+    assert (failed.request_id, failed.retryable) == ("bad", False)
+    assert "the answer cannot go on" in failed.message
+    assert ids(tokens([body for _, body in p.mail.sent], "good")) == expected(1)
+    p.receive(Cancel("good", 0))
+    for published_kv in p.mail.of(KVPublished):
+        p.receive(LeaseReleased(published_kv.handle.lease_id))
+    p.assert_nothing_held()
 
 
 def test_a_step_that_fails_leaves_those_that_were_not_in_it(clock: ManualClock) -> None:

@@ -14,8 +14,10 @@ from triptych.config import EngineConfig
 from triptych.engine.batch import Drawn, EmbeddingSlice, SampleRow, SequenceChunk, StepLogits
 from triptych.engine.encoder_cache import EncoderCache
 from triptych.engine.kv_blocks import KVBlockPool
+from triptych.engine.matchers import Matchers
 from triptych.engine.request_state import RequestKey, RequestState, Status
 from triptych.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
+from triptych.errors import EngineError
 from triptych.messages import Logprobs
 from triptych.types import FinishReason
 
@@ -44,6 +46,7 @@ class Sampled(NamedTuple):
 class StepResult(NamedTuple):
     advanced: list[RequestState]  # every request that computed tokens
     sampled: list[Sampled]
+    failed: list[RequestState]  # those that got no token and cannot go on; `failure` says why
     admitted_for_kv: list[RequestState]
     num_prompt_tokens: int  # computed by this step, tokens of earlier attempts and of preempted requests included
 
@@ -72,6 +75,7 @@ class Engine:
         config: EngineConfig,
         runner: Runner,
         sampler: Sampler,
+        matchers: Matchers,
         pool: KVBlockPool,
         eos_token_ids: Sequence[int],
         max_model_len: int,
@@ -80,9 +84,10 @@ class Engine:
     ) -> None:
         self.pool = pool
         self.embeddings: EncoderCache[torch.Tensor] = EncoderCache(config.embedding_cache_bytes)
-        self.scheduler = Scheduler(config, pool, clock, self.embeddings.__contains__, self._demand)
+        self.scheduler = Scheduler(config, pool, clock, self.embeddings.__contains__, self._demand, matchers.may_sample)
         self._runner = runner
         self._sampler = sampler
+        self._matchers = matchers
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
         self.max_kv_tokens = pool.num_blocks * config.block_size
@@ -170,12 +175,10 @@ class Engine:
         num_prompt_tokens = step.num_prompt_tokens
         if step.chunks:
             self.scheduler.step_took(step, self._clock.now() - started_s)
-        return StepResult(
-            [chunk.request for chunk in step.chunks],
-            self._advance(step, drawn),
-            step.admitted_for_kv,
-            num_prompt_tokens,
-        )
+        requests = [chunk.request for chunk in step.chunks]
+        sampled = self._advance(step, drawn)
+        failed = [request for request in requests if request.failure]
+        return StepResult(requests, sampled, failed, step.admitted_for_kv, num_prompt_tokens)
 
     def _execute(self, step: ScheduledStep) -> list[Drawn]:
         chunks = [self._sequence_chunk(chunk) for chunk in step.chunks]
@@ -184,8 +187,17 @@ class Engine:
         for chunk, (request, _, _) in zip(chunks, step.chunks, strict=True):
             if chunk.scoring is not None:
                 request.add_scores(chunk.first_position, next(scores))
-        rows = [chunk.request.sample_row() for chunk in step.chunks if chunk.samples]
+        rows = [self._sample_row(chunk.request) for chunk in step.chunks if chunk.samples]
         return self._sampler(output.logits, rows) if rows else []
+
+    def _sample_row(self, request: RequestState) -> SampleRow:
+        """A grammar that cannot be followed fails its own request and no other of the step."""
+        mask = None
+        try:
+            mask = self._matchers.mask(request)
+        except EngineError as error:
+            request.failure = error.message
+        return SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens, mask)
 
     def _sequence_chunk(self, chunk: ScheduledChunk) -> SequenceChunk:
         request, start = chunk.request, chunk.request.num_computed_tokens
@@ -221,9 +233,19 @@ class Engine:
             self._release_used_embeddings(request)
             if samples:
                 token_id, logprobs = next(tokens)
-                request.token_ids.append(token_id)
-                sampled.append(Sampled(request, token_id, self._finish_reason(request, token_id), logprobs))
+                self._accept(request, token_id)
+                if not request.failure:
+                    sampled.append(Sampled(request, token_id, self._finish_reason(request, token_id), logprobs))
         return sampled
+
+    def _accept(self, request: RequestState, token_id: int) -> None:
+        if request.matcher is not None and not request.failure:
+            try:
+                request.matcher.accept(token_id)
+            except (EngineError, ValueError) as error:  # ValueError: logits that are not numbers drew what is masked
+                request.failure = str(error)
+        if not request.failure:
+            request.token_ids.append(token_id)
 
     def _release_used_embeddings(self, request: RequestState) -> None:
         """What is computed needs its embedding only if the request is preempted; until then others may evict it."""
@@ -240,6 +262,9 @@ class Engine:
                 return FinishReason.STOP
             if token_id in self._eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.STOP
+        if request.matcher is not None and request.matcher.is_finished:
+            request.ends_in_text = token_id not in self._eos_token_ids
+            return FinishReason.STOP
         if request.num_output_tokens >= sampling.max_tokens or len(request.token_ids) >= self._max_model_len:
             return FinishReason.LENGTH
         return None

@@ -6,15 +6,18 @@ Mutable, owned by one engine, changed only by the scheduler and the engine of th
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.block_hash import BlockHash, extend_hashes
-from triptych.engine.batch import SampleRow, Scoring
+from triptych.engine.batch import Scoring
 from triptych.messages import Logprobs, PrefillTiming
 from triptych.types import FinishReason, PromptItem, SamplingParams
+
+if TYPE_CHECKING:
+    from triptych.engine.grammar import GrammarMatcher
 
 
 class RequestKey(NamedTuple):
@@ -85,6 +88,9 @@ class RequestState:
         self.prompt_tokens_before = 0  # computed by this engine when the request came; set by the scheduler
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
+        self.ends_in_text = False  # it stopped because its grammar is complete, not by a token that is no text
+        self.matcher: GrammarMatcher | None = None  # of its grammar, from the first token that is sampled here
+        self.failure = ""  # why it cannot go on, if it cannot
         self.block_table: list[int] = []
         self.pinned_blocks: list[int] = []  # cached ones that it found when it came, kept while it waits
         self.num_committed_blocks = 0
@@ -137,9 +143,6 @@ class RequestState:
     def add_scores(self, start: int, scores: list[Logprobs]) -> None:
         """From the rows of tokens from `start` on. Those that a preempted request computes again are the same."""
         self.prompt_logprobs[start:] = scores
-
-    def sample_row(self) -> SampleRow:
-        return SampleRow(self.sampling, self.token_ids, self.num_prompt_tokens)
 
     def block_hashes(self) -> list[BlockHash]:
         """Hashes of the full blocks of all tokens so far."""

@@ -43,6 +43,7 @@ class Scheduler:
 
     `has_embedding` tells whether an item's embedding is here; `demand(request, num_computed_tokens)` is called when a
     request cannot go on without items that nobody was asked for (it was preempted, or a prefix was evicted).
+    `may_sample` tells whether all is here that a request's next token depends on.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class Scheduler:
         clock: Clock,
         has_embedding: Callable[[str], bool],
         demand: Callable[[RequestState, int], None],
+        may_sample: Callable[[RequestState], bool] = lambda _: True,
     ) -> None:
         self._config = config
         self._pool = pool
         self._clock = clock
         self._has_embedding = has_embedding
         self._demand = demand
+        self._may_sample = may_sample
         self._waiting: OrderedDict[RequestKey, RequestState] = OrderedDict()
         self._running: OrderedDict[RequestKey, RequestState] = OrderedDict()  # all that hold blocks
         self.step_times = StepTimes()
@@ -145,7 +148,7 @@ class Scheduler:
                 if ready == 0 and request.status is not Status.WAITING_FOR_EMBEDDINGS:
                     request.set_status(Status.WAITING_FOR_EMBEDDINGS, self._clock.now(), item.mm_hash)
                 return ready
-        return len(request.token_ids) - num_computed_tokens
+        return len(request.token_ids) - num_computed_tokens - (not self._may_sample(request))
 
     def _admit(self, budget: int, chunks: dict[RequestKey, ScheduledChunk], admitted: list[RequestState]) -> None:
         """Give blocks to waiting requests, most urgent first; one that lacks embeddings holds up nobody."""

@@ -28,7 +28,7 @@ class RequestOutput:
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_token_id
         visible = output.token_ids
-        if output.finish_reason is FinishReason.STOP and not self._keep_stop_token:
+        if output.finish_reason is FinishReason.STOP and not (self._keep_stop_token or output.ends_in_text):
             visible = visible[:-1]  # the token that stopped it is not text
         text = self._detokenizer.push(visible)
         if self._detokenizer.stopped is None and self.finish_reason is not None:

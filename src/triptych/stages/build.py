@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from triptych.clock import Clock
 from triptych.config import Config
 from triptych.engine.engine import Engine, Runner
+from triptych.engine.grammar import GrammarVocabulary
 from triptych.engine.kv_blocks import KVBlockPool
+from triptych.engine.matchers import Matchers
 from triptych.engine.request_state import RequestState
 from triptych.engine.runner import ModelRunner
 from triptych.engine.sampler import sample
@@ -154,10 +156,12 @@ def build_language(
     def demand(request: RequestState, mm_hashes: list[str]) -> None:
         parts.mail.to_router(EmbeddingsNeeded(*request.key, mm_hashes=mm_hashes))
 
+    vocabulary = GrammarVocabulary(parts.spec.path / "tokenizer.json", text.vocab, text.eos_token_ids)
     engine = Engine(
         config.engine,
         runner,
         partial(sample, eos_token_ids=text.eos_token_ids),
+        Matchers(vocabulary),
         pool,
         text.eos_token_ids,
         parts.max_model_len,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from triptych.clock import Clock
 from triptych.engine.engine import Engine, Sampled, StepError
-from triptych.engine.request_state import RequestKey
+from triptych.engine.request_state import RequestKey, RequestState
 from triptych.errors import TransferError
 from triptych.handoff.embedding import fetch_embedding
 from triptych.messages import (
@@ -114,6 +114,8 @@ class LanguageStage:
             self.counters["engine_steps_total"] += 1
             self.counters["prompt_tokens_computed_total"] += result.num_prompt_tokens
             self.counters["engine_step_time_seconds_total"] += self._clock.now() - started_s
+        for request in result.failed:
+            self._fail(request, f"the answer cannot go on: {request.failure}")
         outputs = [self._output(sampled) for sampled in result.sampled]
         if outputs:
             self._mail.to_router(StepOutput(outputs))
@@ -135,6 +137,7 @@ class LanguageStage:
             token_ids=[token_id],
             finish_reason=finish_reason,
             stop_token_id=request.stop_token_id,
+            ends_in_text=request.ends_in_text,
             prefill=request.first_token_timing(now),
             decode=self._decode.timing_of_first_token(request.key, now) if self._decode else None,
             logprobs=[] if logprobs is None else [logprobs],
@@ -147,9 +150,13 @@ class LanguageStage:
         if self._decode:
             self._decode.fetch_admitted(error.admitted_for_kv)
         for request in error.requests:
-            self._engine.end(request, FinishReason.ERROR)
-            self._drop(request.key)
-            self._mail.to_router(AttemptFailed(*request.key, message=f"the engine failed: {error}", retryable=False))
+            self._fail(request, f"the engine failed: {error}")
+
+    def _fail(self, request: RequestState, reason: str) -> None:
+        """For good: another worker would do no better."""
+        self._engine.end(request, FinishReason.ERROR)
+        self._drop(request.key)
+        self._mail.to_router(AttemptFailed(*request.key, message=reason, retryable=False))
 
     def cancel(self, message: Cancel) -> None:
         key = RequestKey(message.request_id, message.attempt)
