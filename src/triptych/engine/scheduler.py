@@ -139,7 +139,10 @@ class Scheduler:
         return num_tokens
 
     def _num_ready_tokens(self, request: RequestState, num_computed_tokens: int) -> int:
-        """Tokens up to the first placeholder whose embedding is missing; 0 sets WAITING_FOR_EMBEDDINGS."""
+        """Tokens up to the first placeholder whose embedding is missing; 0 sets WAITING_FOR_EMBEDDINGS.
+
+        The last token waits until it can be sampled from.
+        """
         for item in request.uncovered_items(num_computed_tokens):
             if not self._has_embedding(item.mm_hash):
                 if item.mm_hash not in request.demanded:
