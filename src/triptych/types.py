@@ -245,6 +245,7 @@ class Request(msgspec.Struct, frozen=True):
     priority: int = 0  # lower is sooner
     deadline_s: float | None = None  # from arrival to the last token; None: the server's
     n: int = 1
+    stream: bool = False  # whether the answer is read while it comes
     prompt: str | list[int] | None = None  # instead of `messages`: text or tokens that no template touches
     add_special_tokens: bool | None = None  # whether the tokenizer adds its own; None: as the template wants it
     continue_final_message: bool = False

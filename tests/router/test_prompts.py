@@ -7,7 +7,6 @@ import pytest
 
 from tests.router.conftest import World, answer, settle
 from triptych.errors import BadRequestError
-from triptych.router.constraints import bad_words
 from triptych.testing import fake_output
 from triptych.types import Request, SamplingParams
 
@@ -50,11 +49,3 @@ async def test_a_prompt_that_cannot_be_served_names_itself(world: World, prompt:
         with pytest.raises(BadRequestError) as caught:
             await answer(cluster, plain(prompt))
         assert caught.value.param == "prompt"
-
-
-async def test_bad_words_are_forbidden_at_the_beginning_and_behind_a_space(world: World) -> None:
-    async with world.cluster("EPD") as cluster:
-        tokenizer = cluster.builder.tokenizer
-        spelt = [tokenizer.decode(ids) for ids in bad_words(["what", " is"], tokenizer)]
-        assert spelt == ["what", " what", " is"]
-        assert bad_words([], tokenizer) == []

@@ -82,6 +82,7 @@ def read_request(
         sampling=read_sampling(fields, served, max_tokens, num_logprobs),
         max_tokens=max_tokens,
         n=read_n(fields.n),
+        stream=given(fields.stream, False),
         stop=read_stop(fields.stop),
         include_stop_str_in_output=given(fields.include_stop_str_in_output, False),
         skip_special_tokens=given(fields.skip_special_tokens, True),

@@ -69,8 +69,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SHARED = (  # of `GenerationFields`, by the same name
-    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "cache_salt", "priority", "session_id",
+    "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "cache_salt", "priority", "session_id",
 )  # fmt: skip
 
 

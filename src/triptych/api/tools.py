@@ -10,7 +10,7 @@ import msgspec
 from triptych.errors import BadRequestError
 from triptych.types import ToolChoice
 
-TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_TOOLS = 128
 
 
@@ -57,7 +57,7 @@ def read_tools(tools: list[Tool] | None, choice: Choice | None) -> Offer:
         raise BadRequestError(f"`tools` has {len(tools)} tools, the limit is {MAX_TOOLS}.", param="tools")
     for k, name in enumerate(names):
         if not TOOL_NAME.fullmatch(name) or name in names[:k]:
-            why = f"`tools.{k}.function.name` must be 1 to 128 letters, digits or any of _ . : - and be there once."
+            why = f"`tools.{k}.function.name` must be 1 to 64 letters, digits, _ or -, and no other tool's."
             raise BadRequestError(why, param=f"tools.{k}.function.name")
     plain = [_plain(tool) for tool in tools]
     if not isinstance(choice, NamedTool):

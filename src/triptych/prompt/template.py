@@ -57,6 +57,7 @@ class ChatTemplate:
     """`named_tokens` are variables of every render: bos_token, eos_token and the like."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str] | None = None) -> None:
+        self.source = source
         self.named_tokens = dict(named_tokens or {})
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]

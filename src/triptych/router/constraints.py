@@ -1,21 +1,52 @@
-"""What a request says of its output in words, as the sampler reads it: `bad_words` become sequences of tokens.
+"""What a request says of its output, as workers read it: grammars of structures and calls, and `bad_words` in tokens.
 
 Called by `router.py` for every request, before a worker hears of it.
 """
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from tokenizers import Tokenizer
 
-from triptych.types import Request
+from triptych.errors import BadRequestError
+from triptych.prompt.grammar import compile_structure
+from triptych.prompt.layout import PromptBuilder
+from triptych.prompt.tools import ToolFormat, check_tools, tool_grammar
+from triptych.types import Request, ToolChoice
 
 
-def constrain(request: Request, tokenizer: Tokenizer) -> Request:
-    if not request.bad_words:
-        return request
-    sampling = msgspec.structs.replace(request.sampling, bad_words=bad_words(request.bad_words, tokenizer))
+async def constrain(request: Request, builder: PromptBuilder) -> Request:
+    """Raises BadRequestError, which names the field, for what cannot be enforced."""
+    sampling = request.sampling
+    calls = call_format(request, builder)
+    if request.structure is not None or (calls is not None and request.tool_choice is ToolChoice.REQUIRED):
+        grammar = await asyncio.to_thread(
+            _grammar, request, calls
+        )  # milliseconds that others' tokens need not wait for
+        sampling = msgspec.structs.replace(sampling, grammar=grammar)
+    if request.bad_words:
+        sampling = msgspec.structs.replace(sampling, bad_words=bad_words(request.bad_words, builder.tokenizer))
     return msgspec.structs.replace(request, sampling=sampling)
+
+
+def call_format(request: Request, builder: PromptBuilder) -> ToolFormat | None:
+    """How the output may have calls; None where none are looked for. Raises BadRequestError that names `tools`."""
+    if not request.tools or request.tool_choice is ToolChoice.NONE or request.structure is not None:
+        return None
+    check_tools(request.tools)
+    found = ToolFormat.detect(request.chat_template or builder.template.source)
+    if found is None:
+        raise BadRequestError("this model's chat template has no form of calls that is known here", param="tools")
+    return found
+
+
+def _grammar(request: Request, calls: ToolFormat | None) -> str:
+    if request.structure is not None:
+        return compile_structure(request.structure)
+    assert calls is not None, "only for calls that must come"
+    return tool_grammar(calls, request.tools, request.forced_tool or "required", request.parallel_tool_calls)
 
 
 def bad_words(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:

@@ -6,17 +6,27 @@ from collections.abc import Sequence
 
 from triptych.messages import Logprobs, TokenOutput
 from triptych.prompt.detokenize import IncrementalDetokenizer
+from triptych.prompt.tool_calls import Piece, TextPiece, ToolCallParser
 from triptych.prompt.vocabulary import Vocabulary
-from triptych.types import Event, FinishReason, Request, ScoredToken, TextDelta, TokenLogprobs
+from triptych.types import Event, FinishReason, Request, ScoredToken, TextDelta, TokenLogprobs, ToolCallDelta
 
 
 class RequestOutput:
     def __init__(
-        self, request: Request, detokenizer: IncrementalDetokenizer, vocabulary: Vocabulary, choice: int = 0
+        self,
+        request: Request,
+        detokenizer: IncrementalDetokenizer,
+        vocabulary: Vocabulary,
+        calls: ToolCallParser | None = None,
+        choice: int = 0,
     ) -> None:
+        """`calls` finds the tool calls in the text, where there may be some."""
         self._keep_stop_token = request.include_stop_str_in_output
         self._detokenizer = detokenizer
         self._vocabulary = vocabulary
+        self._calls = calls
+        self._one_call = not request.parallel_tool_calls
+        self._has_called = False
         self._choice = choice
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -36,8 +46,33 @@ class RequestOutput:
         if self._detokenizer.stopped is not None:
             self.finish_reason = FinishReason.STOP
             self.stop_reason = self._detokenizer.stopped
+        pieces = self._pieces(text)
+        if self._has_called and self.finish_reason is FinishReason.STOP:
+            self.finish_reason = FinishReason.TOOL_CALLS
+        first, others = (
+            ("", pieces) if not pieces or isinstance(pieces[0], ToolCallDelta) else (pieces[0].text, pieces[1:])
+        )
         logprobs = [self._scored(entry) for entry in output.logprobs]
-        return [TextDelta(text, len(self.token_ids), output.token_ids, self._choice, logprobs)]
+        return [
+            TextDelta(first, len(self.token_ids), output.token_ids, self._choice, logprobs),
+            *map(self._event, others),
+        ]
+
+    def _pieces(self, text: str) -> list[Piece]:
+        """The text, with the calls that are in it apart."""
+        if self._calls is None:
+            return [TextPiece(text)]
+        pieces = self._calls.push(text)
+        if self.finish_reason is not None:
+            pieces += self._calls.finish()
+        kept = [piece for piece in pieces if isinstance(piece, TextPiece) or piece.index == 0 or not self._one_call]
+        self._has_called = self._has_called or any(isinstance(piece, ToolCallDelta) for piece in kept)
+        return kept
+
+    def _event(self, piece: Piece) -> Event:
+        if isinstance(piece, ToolCallDelta):
+            return piece
+        return TextDelta(piece.text, len(self.token_ids), choice=self._choice)
 
     def prompt_logprobs(self, entries: Sequence[Logprobs]) -> list[TokenLogprobs | None]:
         """One a token of the prompt; nothing stands before the first one. Empty where none were asked for."""

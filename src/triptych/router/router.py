@@ -19,11 +19,12 @@ from triptych.errors import OverloadedError, TriptychError
 from triptych.observe.metrics import Metrics
 from triptych.prompt.detokenize import IncrementalDetokenizer
 from triptych.prompt.layout import PromptBuilder
+from triptych.prompt.tool_calls import ToolCallParser
 from triptych.prompt.vocabulary import Vocabulary
 from triptych.router.attempt import FromWorker, Lost
 from triptych.router.choice import Attempts, Choice, run_side_by_side
 from triptych.router.client import RouterMailbox
-from triptych.router.constraints import constrain
+from triptych.router.constraints import call_format, constrain
 from triptych.router.encode_queue import EncodeQueue
 from triptych.router.health import Probes
 from triptych.router.marks import RequestMarks
@@ -114,7 +115,7 @@ class Router:
                 prompt = lay_out(self._builder, request, media, self.max_model_len)
                 media = read_by(prompt, media)
                 request = bound_output(request, prompt, self.max_model_len)
-                request = constrain(request, self._builder.tokenizer)
+                request = await constrain(request, self._builder)
                 plan = make_plan(prompt, request.cache_salt, self.registry, self.prefixes, request.session_id)
             choices = [self._choice(index, request, prompt, media, marks) for index in range(request.n)]
             async with aclosing(run_side_by_side(choices, plan)) as events:
@@ -171,7 +172,9 @@ class Router:
             stop=request.stop,
             include_stop_str=request.include_stop_str_in_output,
         )
-        output = RequestOutput(request, detokenizer, self.vocabulary, index)
+        calls = call_format(request, self._builder)
+        parser = ToolCallParser(calls, request.tools, choice=index, whole=not request.stream) if calls else None
+        output = RequestOutput(request, detokenizer, self.vocabulary, parser, index)
         if index > 0:
             marks = RequestMarks(request.request_id, self._clock)
         return Choice(index, request, prompt, media, output, self._parts, marks, self._attempts, self._joined)
