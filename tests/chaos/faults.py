@@ -59,7 +59,7 @@ class Faults:
             "drain": (3, self._drain),
             "SIGTERM to the worker": (1, self._terminate),
             "link cut": (2, self._cut),
-            "stop of the router": (1, self._stop_router),
+            "stop of the router": (2, self._stop_router),
         }
 
     async def run(self, until_s: float) -> None:
@@ -135,9 +135,9 @@ class Faults:
         await self._stop(victim, rng.uniform(0.1, 0.6) * self.ttl_s)
 
     async def _stop_long(self, victim: WorkerView, rng: random.Random) -> None:
-        """It is counted as lost, and a new life takes its place."""
+        """It is counted as lost, and a new life takes its place; unless the router was stopped meanwhile too."""
+        self._deaths.append((victim.name, time.monotonic()))
         await self._stop(victim, rng.uniform(1.2, 1.8) * self.ttl_s)
-        await self._until_another_life(victim)
 
     async def _stop(self, victim: WorkerView, for_s: float) -> None:
         send_signal(victim.pid, signal.SIGSTOP)

@@ -14,6 +14,7 @@ import httpx
 
 from tests.chaos.asking import Answer, BrokenError, End, ask
 from tests.chaos.questions import Asked
+from tests.chaos.server import NO_KEEP_ALIVE
 
 CANCEL_SHARE = 0.1
 NEW_SHARE = 0.6  # of the requests: pictures and salt that no cache has
@@ -55,8 +56,7 @@ class Load:
             await asyncio.gather(*(self._one_after_the_other(client, until_s) for _ in range(self.concurrency)))
 
     def _client(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.concurrency)
-        return httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT_S, trust_env=False, limits=limits)
+        return httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT_S, trust_env=False, limits=NO_KEEP_ALIVE)
 
     async def _one_after_the_other(self, client: httpx.AsyncClient, until_s: float) -> None:
         while time.monotonic() < until_s:

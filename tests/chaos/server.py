@@ -16,6 +16,8 @@ import httpx
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
+# A server may close a connection that idles just when the next request is sent on it, as one that was stopped does.
+NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
 
 
 class WorkerView(NamedTuple):
@@ -37,7 +39,7 @@ class Server:
         self.url = ""
         self.runtime_dir = Path()
         self.pid = 0
-        self.client = httpx.AsyncClient(timeout=30.0, trust_env=False)
+        self.client = httpx.AsyncClient(timeout=60.0, trust_env=False, limits=NO_KEEP_ALIVE)
         self._command = [sys.executable, "-m", "triptych.cli.main", "serve", "--placement", placement, "--port", "0"]
         self._command += flags
         self._log = log
