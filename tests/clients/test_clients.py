@@ -36,6 +36,7 @@ NOT_FOR_CLIENTS = {
     "HF_HUB_OFFLINE",  # with it, load tools do not read a tokenizer from a folder either
     "PYTHONDONTWRITEBYTECODE",  # modules are compiled when they are first imported, not as they are installed
 }
+MAX_MODEL_LEN = 1024  # of prompt and answer: requests made at random do not all name a limit
 START_S = 120.0
 STOP_S = 60.0
 SCRIPT_S = 600.0
@@ -57,6 +58,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("served")
     log = directory / "log"
     command = [sys.executable, "-m", "triptych.cli.main", "serve", "--placement", "1E/1P/1D", "--port", "0"]
+    command += ["--max-model-len", str(MAX_MODEL_LEN)]
     environment = os.environ | {"TRIPTYCH_API_KEYS": API_KEY}
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)

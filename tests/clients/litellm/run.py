@@ -98,16 +98,18 @@ def plain_completion(server: Server) -> None:
 
 def tools(server: Server) -> None:
     answer = ask(server, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200)
-    (call,) = answer.choices[0].message.tool_calls
-    assert call.function.name == "turn", answer
-    assert list(json.loads(call.function.arguments)) == ["clockwise"], answer
+    calls = answer.choices[0].message.tool_calls or []
+    assert [call.function.name for call in calls] == ["turn"], answer
+    assert list(json.loads(calls[0].function.arguments)) == ["clockwise"], answer
 
 
 def structured_output(server: Server) -> None:
     schema = TOOL["function"]["parameters"]  # type: ignore[index]
     response_format = {"type": "json_schema", "json_schema": {"name": "turn", "schema": schema, "strict": True}}
     answer = ask(server, response_format=response_format, max_tokens=200)
-    assert list(json.loads(answer.choices[0].message.content)) == ["clockwise"], answer
+    content = answer.choices[0].message.content
+    assert content.startswith("{"), answer
+    assert list(json.loads(content)) == ["clockwise"], answer
 
 
 def errors(server: Server) -> None:

@@ -30,6 +30,15 @@ class Finding(BaseModel):
     certain: bool
 
 
+def _object_in(choice: Any) -> dict[str, Any]:
+    try:
+        value = json.loads(choice.message.content)
+    except ValueError:
+        value = None
+    assert isinstance(value, dict), f"not a JSON object: {choice}"
+    return value
+
+
 def json_schema(server: Server) -> None:
     fields: Any = {
         "messages": chat_messages(questions(1)[0]),
@@ -44,7 +53,7 @@ def json_schema(server: Server) -> None:
     client = connect(server)
     choice = client.chat.completions.create(**fields).choices[0]
     assert choice.finish_reason == "stop", choice
-    value = json.loads(choice.message.content or "")
+    value = _object_in(choice)
     assert sorted(value) == ["pages", "stamp"], value
     assert value["stamp"] in SCHEMA["properties"]["stamp"]["enum"], value  # type: ignore[index]
     assert len(value["pages"]) <= 3, value
@@ -84,7 +93,7 @@ def json_object(server: Server) -> None:
     text = choice.message.content or ""
     assert text.lstrip().startswith("{"), choice
     if choice.finish_reason == "stop":  # a small model may not find the end of its object
-        assert isinstance(json.loads(text), dict), choice
+        _object_in(choice)
 
 
 CHECKS = (json_schema, parse, json_object)

@@ -58,9 +58,15 @@ def ask(server: Server, **fields: Any) -> Any:
     return answer.choices[0]
 
 
+def only_call(choice: Any) -> Any:
+    calls = choice.message.tool_calls or []
+    assert len(calls) == 1, f"not one tool call: {choice}"
+    return calls[0]
+
+
 def tool_required(server: Server) -> None:
     choice = ask(server, tool_choice="required", parallel_tool_calls=False)
-    (call,) = choice.message.tool_calls
+    call = only_call(choice)
     assert call.type == "function", choice
     assert call.id, choice
     fits(call.function.name, call.function.arguments)
@@ -71,7 +77,7 @@ def tool_required(server: Server) -> None:
 def tool_named(server: Server) -> None:
     for name in ("mark", "turn"):
         choice = ask(server, tool_choice={"type": "function", "function": {"name": name}})
-        (call,) = choice.message.tool_calls
+        call = only_call(choice)
         assert call.function.name == name, choice
         fits(call.function.name, call.function.arguments)
         assert choice.finish_reason in ("tool_calls", "stop"), choice
@@ -104,8 +110,8 @@ def tool_stream(server: Server) -> None:
                     call["id"] += part.id or ""
                     call["name"] += part.function.name or ""
                     call["arguments"] += part.function.arguments or ""
+        assert calls, f"no tool calls in the stream: {[chunk.choices for chunk in chunks]}"
         assert sorted(calls) == list(range(len(calls))), calls
-        assert calls, chunks
         for call in calls.values():
             assert call["id"], calls
             fits(call["name"], call["arguments"])
@@ -132,7 +138,7 @@ def tool_result(server: Server) -> None:
     """The whole exchange: the call goes back with what the tool said, text and a picture, and the model answers."""
     question = questions(1)[0]
     messages = chat_messages(question)
-    call = ask(server, tool_choice="required", parallel_tool_calls=False).message.tool_calls[0]
+    call = only_call(ask(server, tool_choice="required", parallel_tool_calls=False))
     messages += [
         {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
         {"role": "tool", "tool_call_id": call.id, "content": "done"},
