@@ -15,15 +15,17 @@ import msgspec
 
 from triptych.types import (
     FinishReason,
+    Heartbeat,
     ImageDecoding,
     ItemMetadata,
     Modality,
     PromptItem,
     SamplingParams,
     WorkerAddress,
+    WorkerInfo,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=False, omit_defaults=True):
@@ -43,10 +45,11 @@ class Refusal(StrEnum):
     DRAINING = "draining"
     TOO_LONG = "too_long"
     STAGE_NOT_HOSTED = "stage_not_hosted"
+    INVALID = "invalid"  # it contradicts itself, or what the model is
 
     @property
     def retryable(self) -> bool:
-        return self is not Refusal.TOO_LONG
+        return self not in (Refusal.TOO_LONG, Refusal.INVALID)
 
 
 # -- router to encode worker, and back ---------------------------------------------------------------------------------
@@ -146,6 +149,14 @@ class ItemHeld(RequestMessage, frozen=True):
     transfer_s: float
 
 
+class ItemLost(RequestMessage, frozen=True):
+    """The consumer could not fetch a published embedding, and waits for one from elsewhere."""
+
+    mm_hash: str
+    owner: str  # the encode worker's name
+    message: str
+
+
 class PrefillTiming(msgspec.Struct, frozen=True):
     """Where the time from submit to first token went on the worker's clock; the three sum to it."""
 
@@ -222,6 +233,7 @@ class EmbeddingHandle(msgspec.Struct, frozen=True):
     shape: tuple[int, int]
     dtype: str
     checksum: int  # xxh3_64 of the bytes
+    ticket: bytes = b""  # opens the range to a fetch over TCP for as long as the lease lasts; see `transport/wire.py`
 
 
 class EmbeddingPublished(RequestMessage, frozen=True):
@@ -243,6 +255,7 @@ class KVHandle(msgspec.Struct, frozen=True):
     first_block: int
     blocks: list[Range]
     checksums: list[int]
+    ticket: bytes = b""
 
 
 class KVPublished(RequestMessage, frozen=True):
@@ -287,6 +300,13 @@ class PeerLost(Message, frozen=True):
     epoch: str
 
 
+class LinkLost(Message, frozen=True):
+    """The sender cannot reach this worker, or has lost its connection to it: what it sent there may not arrive."""
+
+    name: str
+    epoch: str
+
+
 class Drain(Message, frozen=True):
     """Take no new requests; leave when those that run are done."""
 
@@ -306,13 +326,37 @@ class BlocksChanged(Message, frozen=True):
     is_all: bool = False  # the answer to `ListBlocks`: what is not in `stored` is not cached
 
 
+# -- a worker of another host and the router; workers of the router's own host say the same over HTTP ------------------
+
+
+class Register(Message, frozen=True):
+    info: WorkerInfo
+
+
+class Beat(Message, frozen=True):
+    heartbeat: Heartbeat
+
+
+class Leave(Message, frozen=True):
+    name: str
+    epoch: str
+
+
+class Answer(Message, frozen=True):
+    """The router's word on one of these three, with HTTP's numbers: 200, 404 register (again), 409 not wanted."""
+
+    status: int
+    message: str = ""
+
+
 Body = (
     PrepareItems | EncodeItems | ItemEncoded | ItemFailed
-    | Prefill | Decode | Accepted | Refused | EmbeddingsNeeded | ItemHeld | StepOutput
+    | Prefill | Decode | Accepted | Refused | EmbeddingsNeeded | ItemHeld | ItemLost | StepOutput
     | AttemptFailed | Cancel
     | EmbeddingPublished | FetchKV | KVPublished | KVRefused | LeaseReleased
-    | Probe | Probed | PeerLost
+    | Probe | Probed | PeerLost | LinkLost
     | Drain | ListBlocks | BlocksChanged
+    | Register | Beat | Leave | Answer
 )  # fmt: skip
 
 

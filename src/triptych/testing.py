@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -37,7 +38,10 @@ from triptych.stages.build import WorkerParts, build_encode, build_language, kv_
 from triptych.stages.encode import VisionTower
 from triptych.stages.language import LanguageStage
 from triptych.stages.preprocess import InlinePreprocessor
+from triptych.transport.base import Transport
 from triptych.transport.inproc import InProcTransport
+from triptych.transport.select import LOOPBACK
+from triptych.transport.tcp import TcpTransport
 from triptych.types import Grid, Prompt, Stage, WeightsReport, WorkerAddress, WorkerInfo
 from triptych.worker import StageSet, Worker
 
@@ -55,7 +59,10 @@ class LocalNetwork:
 
     def post(self, epoch: str, body: messages.Body, sender: str, sender_epoch: str) -> None:
         self.num_sent[type(body).__name__] += 1
-        frame = messages.encode(body, sender, sender_epoch)
+        self.deliver(epoch, messages.encode(body, sender, sender_epoch), sender_epoch)
+
+    def deliver(self, epoch: str, frame: bytes, sender_epoch: str) -> None:
+        """Put any bytes into a mailbox."""
         if epoch in self.inboxes:
             self.inboxes[epoch].append(frame)
         elif epoch == ROUTER:
@@ -68,8 +75,9 @@ class LocalNetwork:
             frames = self._to_router[sender_epoch]
             for _ in range(rng.randint(0, len(frames))):
                 delivered = True
-                if self.on_envelope is not None:
-                    self.on_envelope(messages.decode(frames.popleft()))
+                envelope = _decoded(frames.popleft())
+                if self.on_envelope is not None and envelope is not None:
+                    self.on_envelope(envelope)
             if not frames:
                 del self._to_router[sender_epoch]
         return delivered or bool(self._to_router)
@@ -109,6 +117,9 @@ class LocalMailbox:
     def to_worker(self, address: WorkerAddress, body: messages.Body) -> None:
         self._network.post(address.epoch, body, self._name, self._epoch)
 
+    def forget(self, epoch: str) -> None:
+        """The network forgets for all."""
+
     def receive(self, timeout_s: float) -> list[messages.Envelope]:
         inbox = self._network.inboxes.get(self._epoch)
         if not inbox:
@@ -116,8 +127,19 @@ class LocalMailbox:
         frames, received = list(inbox), []
         inbox.clear()
         for frame in frames:
-            received.append(messages.decode(frame))
+            envelope = _decoded(frame)
+            if envelope is not None:
+                received.append(envelope)
         return received
+
+
+def _decoded(frame: bytes) -> messages.Envelope | None:
+    """None for what a mailbox between processes drops."""
+    try:
+        envelope = messages.decode(frame)
+    except msgspec.DecodeError:
+        return None
+    return envelope if envelope.version == messages.PROTOCOL_VERSION else None
 
 
 # -- models that are formulas ------------------------------------------------------------------------------------------
@@ -209,7 +231,7 @@ class LocalWorker(NamedTuple):
 
     worker: Worker
     address: WorkerAddress
-    transport: InProcTransport
+    transport: Transport
     leases: Leases
     tower: VisionTower | None
 
@@ -224,7 +246,8 @@ class LocalWorker(NamedTuple):
 class Cluster:
     """`async with Cluster(spec, config, "1E/1P/1D") as cluster`: workers take turns in one task, in random order.
 
-    `fake` replaces the model by formulas. `seed` decides the order of turns.
+    With `handoff.transport = tcp` embeddings and KV cross real sockets on loopback. `fake` replaces the model by
+    formulas. `seed` decides the order of turns.
     """
 
     def __init__(
@@ -293,8 +316,10 @@ class Cluster:
     def add(self, name: str, stages: list[Stage]) -> LocalWorker:
         """Start a worker: a new one, or the next life of one that was killed."""
         epoch = secrets.token_hex(8)
-        address = WorkerAddress(name, epoch, f"local://{epoch}", "")
-        transport = InProcTransport(epoch, pool_bytes(self.config, self.spec, stages))
+        memory = InProcTransport(epoch, pool_bytes(self.config, self.spec, stages))
+        over_tcp = self.config.handoff.transport == "tcp"
+        transport: Transport = TcpTransport(memory, epoch, LOOPBACK, always=True) if over_tcp else memory
+        address = WorkerAddress(name, epoch, f"local://{epoch}", "", transport.data_endpoint)
         leases = Leases(self._clock, self.config.handoff.lease_ttl_s)
         mailbox = LocalMailbox(self.network, name, epoch)
         parts = WorkerParts(self.config, self.spec, transport, leases, address, mailbox, self._clock)

@@ -18,7 +18,8 @@ from triptych.errors import (
     MediaError,
     WorkerLostError,
 )
-from triptych.messages import EncodeSource, RequestMessage, TokenOutput
+from triptych.messages import EncodeSource, Refusal, RequestMessage, TokenOutput
+from triptych.router.checks import why_impossible
 from triptych.router.encode_queue import EncodeJob
 from triptych.router.marks import RequestMarks
 from triptych.router.parts import RouterParts
@@ -36,6 +37,13 @@ class Lost(NamedTuple):
     """A worker's life ended."""
 
     address: WorkerAddress
+
+
+class Cut(NamedTuple):
+    """Two workers, by name, lost their connection: what one sent to the other may not arrive."""
+
+    name: str
+    other: str
 
 
 class _OpenItem(NamedTuple):
@@ -75,7 +83,7 @@ class Attempt:
         self._deadline_s = deadline_s
         self._max_encodes = parts.config.max_attempts
         self._eager = parts.eager_encode
-        self._inbox: asyncio.Queue[FromWorker | Lost] = asyncio.Queue()
+        self._inbox: asyncio.Queue[FromWorker | Lost | Cut] = asyncio.Queue()
         self._failures: dict[str, list[str]] = {}  # by item: the encode workers that failed it
         self._open: dict[str, _OpenItem] = {}
         self._involved: dict[str, WorkerAddress] = {}  # by epoch: everyone who may hold something of this attempt
@@ -85,7 +93,7 @@ class Attempt:
         self._early: dict[int, TokenOutput] = {}  # by index: outputs that overtook an earlier one
         self._decode_began = False
 
-    def deliver(self, event: FromWorker | Lost) -> None:
+    def deliver(self, event: FromWorker | Lost | Cut) -> None:
         self._inbox.put_nowait(event)
 
     # -- the way through the plan --------------------------------------------------------------------------------------
@@ -102,8 +110,12 @@ class Attempt:
         next_index = len(output_ids)
         while True:
             event = await self._next_event()
+            if isinstance(event, FromWorker):
+                self._require_possible(event)
             if isinstance(event, Lost):
                 self._on_lost(event.address)
+            elif isinstance(event, Cut):
+                self._on_cut(event)
             elif isinstance(event.message, TokenOutput):
                 self._early[event.message.index] = event.message
             else:
@@ -117,13 +129,19 @@ class Attempt:
                 if output.finish_reason is not None:
                     return
 
+    def _require_possible(self, event: FromWorker) -> None:
+        """Raises EngineError for what no worker of this build says."""
+        sender, message = event
+        if reason := why_impossible(message, self._media, self._num_kv_tokens):
+            raise EngineError(f"{sender} sent {type(message).__name__} that cannot be: {reason}")
+
     def _require_plan(self) -> None:
         """A worker may be lost between the plan and now; of that `deliver` told nobody, and nobody else will."""
         for worker in (self.plan.prefill, self.plan.decode):
             if self._registry.find(worker.name, worker.address.epoch) is None:
                 raise WorkerLostError(f"{worker.name} was lost before the attempt began")
 
-    async def _next_event(self) -> FromWorker | Lost:
+    async def _next_event(self) -> FromWorker | Lost | Cut:
         left_s = self._deadline_s - self._clock.now()
         try:
             # Not wait_for: in Python 3.11 it swallows a cancel that comes together with a message.
@@ -166,6 +184,8 @@ class Attempt:
                     self._leaves(sender)
                 if message.reason.retryable:
                     raise WorkerLostError(f"{sender} refused the request: {message.message}")
+                if message.reason is Refusal.INVALID:  # of our own making
+                    raise EngineError(f"{sender} refused the request: {message.message}")
                 raise BadRequestError(message.message)
             case messages.EmbeddingsNeeded():
                 self._on_embeddings_needed(sender, message.mm_hashes)
@@ -176,6 +196,9 @@ class Attempt:
                     self._metrics.encode_avoided(message.source)
             case messages.ItemFailed():
                 self._on_item_failed(sender, message)
+            case messages.ItemLost():
+                self._registry.cut(sender, message.owner)
+                self._on_item_lost(message.mm_hash, message.owner, sender, message.message)
             case messages.ItemHeld():
                 self._on_item_held(sender, message)
             case messages.AttemptFailed():
@@ -235,7 +258,7 @@ class Attempt:
                 mm_hash=mm_hash,
                 num_embeds=self._media[mm_hash].metadata.num_embeds,
                 consumer=consumer.name,
-                avoid=self._failures.get(mm_hash, ()),
+                avoid=[*self._failures.get(mm_hash, ()), *self._registry.cut_off_from(consumer.name)],
                 start=lambda encoder: self._encode_at(encoder, mm_hash, consumer),
                 priority=self._request.priority,
             )
@@ -277,6 +300,23 @@ class Attempt:
             raise MediaError(message.message, param=self._media[message.mm_hash].param)
         if message.mm_hash in self._open:
             self._encode_elsewhere(message.mm_hash, sender, message.message)
+
+    def _on_item_lost(self, mm_hash: str, encoder: str, consumer: str, reason: str) -> None:
+        """The consumer does not get it from there. It may be on its way from elsewhere already."""
+        item = self._open.get(mm_hash)
+        if item is None or item.encoder is None:
+            return
+        if (item.encoder.name, item.consumer.name) == (encoder, consumer):
+            self._encode_elsewhere(mm_hash, encoder, reason)
+
+    def _on_cut(self, cut: Cut) -> None:
+        """Raises WorkerLostError when KV was to go between the two."""
+        reason = f"{cut.name} and {cut.other} cannot reach each other"
+        if {self.plan.prefill.name, self.plan.decode.name} == set(cut) and not self._decode_began:
+            raise WorkerLostError(reason)
+        for mm_hash in list(self._open):
+            self._on_item_lost(mm_hash, cut.name, cut.other, reason)
+            self._on_item_lost(mm_hash, cut.other, cut.name, reason)
 
     def _on_lost(self, address: WorkerAddress) -> None:
         """Raises WorkerLostError when the plan cannot go on without the worker."""
