@@ -53,11 +53,25 @@ async def assert_serving(served: Served) -> None:
     assert text_of(await served.chat(image_part(data_url(encoded(GOOD, "PNG"))))) == served.expected(GOOD)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about damaged files
-async def test_every_file_ends_well_and_the_next_request_works(served: Served) -> None:
+def test_the_corpus_is_what_it_says() -> None:
     samples = corpus()
     assert len(samples) >= 300
     assert len({sample.name for sample in samples}) == len(samples)
+    assert [sample.content for sample in corpus()] == [sample.content for sample in samples]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about damaged files
+async def test_a_part_of_the_corpus(served: Served) -> None:
+    for sample in corpus()[::7]:
+        await assert_right(served, sample)
+        await assert_serving(served)
+    await served.settle()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+async def test_every_file_ends_well_in_bounded_memory(served: Served) -> None:
+    samples = corpus()
     await assert_serving(served)
     before, peak_before = resident_mb(), peak_mb()
     for sample in samples:

@@ -5,6 +5,7 @@ M3 and M11, bit for bit and at every size, are in tests/models/test_reference_pi
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from io import BytesIO
@@ -263,3 +264,20 @@ async def test_m16_the_limit_counts_the_whole_conversation(spec: ModelSpec) -> N
         assert message == "the request has 3 images, the limit is 2"
         assert param == "messages"
         assert (await served.converse([turn, answer, turn])).status_code == 200
+
+
+async def test_media_of_all_requests_is_bounded(spec: ModelSpec) -> None:
+    """Each holds its URL and its content until it ends, and one more than fits is asked to come again."""
+    url = data_url(encoded(noise(200, 200), "PNG"))
+    async with serving(spec, MediaConfig(max_staged_bytes=4 * len(url))) as served:
+        responses = await asyncio.gather(*(served.chat(image_part(url), max_tokens=40) for _ in range(6)))
+        refused = [response for response in responses if response.status_code != 200]
+        assert len(refused) == 4, "two were let in, and finished"
+        for response in refused:
+            assert "max_staged_bytes" in error_of(response, 503)[0]
+            assert response.headers["Retry-After"]
+        await served.settle()
+        assert (await served.chat(image_part(url))).status_code == 200
+        message, _ = error_of(await served.chat(*[image_part(url)] * 3))
+        assert "of this request" in message
+        await served.settle()

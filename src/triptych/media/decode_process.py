@@ -13,7 +13,6 @@ import signal
 import struct
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import IO, NamedTuple
@@ -172,9 +171,11 @@ def main() -> None:
     """Answer jobs until the worker is gone."""
     limits = DecodeLimits(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the worker's to answer
-    warnings.simplefilter("ignore")  # of Pillow, about damaged files
     jobs, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not get between the replies
+    sys.stderr = os.fdopen(os.dup(2), "w")  # of Python's own words
+    with open(os.devnull, "wb") as nowhere:
+        for descriptor in (1, 2):  # libraries print a line for each bad row of an image
+            os.dup2(nowhere.fileno(), descriptor)
     _limit_memory(limits.max_bytes)
     replies.write(_READY)
     replies.flush()

@@ -45,23 +45,21 @@ class MediaFetcher:
     async def fetch(self, url: str, staged: Staged) -> bytes:
         """The bytes behind a URL, added to `staged`. Raises MediaError, MediaTimeoutError after `fetch_timeout_s`,
         and what `staged` raises."""
-        staged.add(len(url))  # the request keeps it, and a data: URL is no small thing
-        content = await self._read(url)
-        staged.add(len(content))
-        return content
-
-    async def _read(self, url: str) -> bytes:
         scheme = url.partition(":")[0].lower()
         if scheme == "data":
+            staged.add(2 * len(url))  # the URL and what it says, at once: who is let in can finish
             if len(url) <= _INLINE_CHARS:
                 return read_data_url(url, self._config.max_image_bytes)
             return await asyncio.to_thread(read_data_url, url, self._config.max_image_bytes)
         if scheme in ("http", "https"):
             # We send no credentials of anybody, so whoever asks for a URL gets the same.
-            return await self._flights.run(url, lambda: self._download(url))
-        if scheme == "file":
-            return await asyncio.to_thread(read_file_url, url, self._config)
-        raise refuse(url, "only data:, http:, https: and file: are supported")
+            content = await self._flights.run(url, lambda: self._download(url))
+        elif scheme == "file":
+            content = await asyncio.to_thread(read_file_url, url, self._config)
+        else:
+            raise refuse(url, "only data:, http:, https: and file: are supported")
+        staged.add(len(url) + len(content))
+        return content
 
     async def _download(self, url: str) -> bytes:
         with self._staging.open() as staged:

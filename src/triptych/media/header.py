@@ -5,8 +5,10 @@ Runs in the router (called by `probe.py`) and on encode workers (called by `deco
 
 from __future__ import annotations
 
+import logging
 import re
 import struct
+import warnings
 import zlib
 from io import BytesIO
 
@@ -37,6 +39,10 @@ PILLOW_ERRORS = (
 
 # Pillow's own limit warns at one size and raises at twice that; ours is a setting that `probe_image` checks.
 Image.MAX_IMAGE_PIXELS = None
+# What it warns of in damaged files names their numbers, and Python remembers every different text for good; what it
+# logs of them is a line for each.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\..*ImagePlugin")
+logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 _OTHER_TYPES = (
     (re.compile(rb"\s*(?:<\?xml|<!--|<!DOCTYPE svg|<svg)(?s:.*?)(?:<|\b)svg\b", re.I), "image/svg+xml"),
