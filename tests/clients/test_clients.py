@@ -36,7 +36,7 @@ NOT_FOR_CLIENTS = {
     "HF_HUB_OFFLINE",  # with it, load tools do not read a tokenizer from a folder either
     "PYTHONDONTWRITEBYTECODE",  # modules are compiled when they are first imported, not as they are installed
 }
-MAX_MODEL_LEN = 1024  # of prompt and answer: requests made at random do not all name a limit
+MAX_MODEL_LEN = 3000  # of prompt and answer: requests made at random do not all name a limit
 START_S = 120.0
 STOP_S = 60.0
 SCRIPT_S = 600.0
