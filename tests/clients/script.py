@@ -23,6 +23,7 @@ from triptych.demo.pages import Question, Task, held_out
 
 RELIABLE: Sequence[Task] = ("stamp", "colour", "picture", "text")  # which the packaged model does not miss
 MAX_TOKENS = 48  # more than any answer has
+JSON_TOKENS = 2000  # the packaged model was not trained on JSON, and writes white space wherever a grammar lets it
 PROGRAM_TIMEOUT_S = 240.0
 PRINTED = 6000  # characters of a program's last output in a failure
 OUTER_FRAMES = 4  # of a failure: the script's own lines, not the client's

@@ -36,7 +36,8 @@ NOT_FOR_CLIENTS = {
     "HF_HUB_OFFLINE",  # with it, load tools do not read a tokenizer from a folder either
     "PYTHONDONTWRITEBYTECODE",  # modules are compiled when they are first imported, not as they are installed
 }
-MAX_MODEL_LEN = 1024  # of prompt and answer: requests made at random do not all name a limit
+MAX_MODEL_LEN = 3000  # of prompt and answer: requests made at random do not all name a limit
+LOG_SHOWN = 8000  # characters of the server's log, beside a failure
 START_S = 120.0
 STOP_S = 60.0
 SCRIPT_S = 600.0
@@ -126,7 +127,10 @@ def test_client(client: str, served: Served) -> None:
     folder = environment(client)
     since = served.log.stat().st_size
     script = [str(folder / "bin" / "python"), "-m", f"tests.clients.{client}.run", served.url, "demo"]
-    print(_run([*script, "--api-key", API_KEY, "--tokenizer", str(checkpoint_path())], _variables(folder)))
+    try:
+        print(_run([*script, "--api-key", API_KEY, "--tokenizer", str(checkpoint_path())], _variables(folder)))
+    finally:
+        print(served.log.read_bytes()[since:].decode()[-LOG_SHOWN:])  # why, where the client tells the status only
     assert served.errors(since) == []
 
 

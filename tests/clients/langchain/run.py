@@ -11,7 +11,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-from tests.clients.script import MAX_TOKENS, Server, chat_content, questions, run, server_from_arguments
+from tests.clients.script import JSON_TOKENS, MAX_TOKENS, Server, chat_content, questions, run, server_from_arguments
 
 TEXT = "Count from 2 to 7."
 TEXT_ANSWER = "2 3 4 5 6 7"
@@ -95,7 +95,7 @@ def several_choices(server: Server) -> None:
 def structured_output(server: Server) -> None:
     (question,) = questions(1)
     for method in ("json_schema", "function_calling"):
-        chat = connect(server, max_tokens=200).with_structured_output(Finding, method=method, include_raw=True)
+        chat = connect(server, max_tokens=JSON_TOKENS).with_structured_output(Finding, method=method, include_raw=True)
         found = chat.invoke([HumanMessage(chat_content(question))])
         assert found["parsing_error"] is None, found
         assert isinstance(found["parsed"], Finding), (method, found)
@@ -104,7 +104,7 @@ def structured_output(server: Server) -> None:
 def tools(server: Server) -> None:
     """The call, what the tool said, and an answer to it; and the call again, as a stream."""
     messages: list[Any] = [HumanMessage("Turn the page.")]
-    chat = connect(server, max_tokens=200).bind_tools([turn], tool_choice="turn")
+    chat = connect(server, max_tokens=JSON_TOKENS).bind_tools([turn], tool_choice="turn")
     call = chat.invoke(messages)
     assert isinstance(call, AIMessage), call
     assert [made["name"] for made in call.tool_calls] == ["turn"], call
@@ -122,7 +122,7 @@ def tools(server: Server) -> None:
         whole += chunk
     assert [(streamed["name"], streamed["args"]) for streamed in whole.tool_calls] == [("turn", made["args"])], whole
 
-    forced = connect(server, max_tokens=200).bind_tools([turn], tool_choice="any", parallel_tool_calls=False)
+    forced = connect(server, max_tokens=JSON_TOKENS).bind_tools([turn], tool_choice="any", parallel_tool_calls=False)
     assert [made["name"] for made in forced.invoke(messages).tool_calls] == ["turn"]
 
 

@@ -11,7 +11,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it asks the 
 
 import litellm
 
-from tests.clients.script import MAX_TOKENS, Server, chat_messages, questions, run, server_from_arguments
+from tests.clients.script import JSON_TOKENS, MAX_TOKENS, Server, chat_messages, questions, run, server_from_arguments
 
 litellm.suppress_debug_info = True  # its advertisements, between the checks
 
@@ -97,7 +97,7 @@ def plain_completion(server: Server) -> None:
 
 
 def tools(server: Server) -> None:
-    answer = ask(server, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200)
+    answer = ask(server, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=JSON_TOKENS)
     calls = answer.choices[0].message.tool_calls or []
     assert [call.function.name for call in calls] == ["turn"], answer
     assert list(json.loads(calls[0].function.arguments)) == ["clockwise"], answer
@@ -106,7 +106,7 @@ def tools(server: Server) -> None:
 def structured_output(server: Server) -> None:
     schema = TOOL["function"]["parameters"]  # type: ignore[index]
     response_format = {"type": "json_schema", "json_schema": {"name": "turn", "schema": schema, "strict": True}}
-    answer = ask(server, response_format=response_format, max_tokens=200)
+    answer = ask(server, response_format=response_format, max_tokens=JSON_TOKENS)
     content = answer.choices[0].message.content
     assert content.startswith("{"), answer
     assert list(json.loads(content)) == ["clockwise"], answer

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.clients.openai.connect import connect
 from tests.clients.openai.structured import Finding
-from tests.clients.script import MAX_TOKENS, Server, data_url, questions
+from tests.clients.script import JSON_TOKENS, MAX_TOKENS, Server, data_url, questions
 from triptych.demo.pages import Question
 
 
@@ -98,7 +98,7 @@ def response_parse(server: Server) -> None:
         model=server.model,
         input=response_input(questions(1)[0]),
         temperature=0,
-        max_output_tokens=200,
+        max_output_tokens=JSON_TOKENS,
         text_format=Finding,
     )
     assert isinstance(answer.output_parsed, Finding), answer

@@ -8,9 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from tests.clients.openai.connect import connect
-from tests.clients.script import Server, chat_messages, questions
+from tests.clients.script import JSON_TOKENS, Server, chat_messages, questions
 
-MAX_TOKENS = 200
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -44,7 +43,7 @@ def json_schema(server: Server) -> None:
         "messages": chat_messages(questions(1)[0]),
         "model": server.model,
         "temperature": 0,
-        "max_tokens": MAX_TOKENS,
+        "max_tokens": JSON_TOKENS,
         "response_format": {
             "type": "json_schema",
             "json_schema": {"name": "stamp", "schema": SCHEMA, "strict": True},
@@ -70,12 +69,12 @@ def parse(server: Server) -> None:
     client = connect(server)
     messages = chat_messages(questions(1)[0])
     answer = client.chat.completions.parse(
-        model=server.model, messages=messages, temperature=0, max_tokens=MAX_TOKENS, response_format=Finding
+        model=server.model, messages=messages, temperature=0, max_tokens=JSON_TOKENS, response_format=Finding
     )
     found = answer.choices[0].message.parsed
     assert isinstance(found, Finding), answer
     with client.chat.completions.stream(
-        model=server.model, messages=messages, temperature=0, max_tokens=MAX_TOKENS, response_format=Finding
+        model=server.model, messages=messages, temperature=0, max_tokens=JSON_TOKENS, response_format=Finding
     ) as events:
         last = events.until_done().get_final_completion()
     assert last.choices[0].message.parsed == found, (last, found)
@@ -86,7 +85,7 @@ def json_object(server: Server) -> None:
         model=server.model,
         messages=[{"role": "user", "content": "Say the word apple."}],
         temperature=0,
-        max_tokens=MAX_TOKENS,
+        max_tokens=JSON_TOKENS,
         response_format={"type": "json_object"},
     )
     choice = answer.choices[0]

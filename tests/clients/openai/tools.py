@@ -9,10 +9,9 @@ import json
 from typing import Any
 
 from tests.clients.openai.connect import connect
-from tests.clients.script import Server, chat_messages, questions
+from tests.clients.script import JSON_TOKENS, Server, chat_messages, data_url, questions
 
 SHAPES = ["circle", "rectangle", "triangle", "star", "cross"]
-MAX_TOKENS = 200
 
 
 def tool(name: str, **properties: Any) -> Any:
@@ -51,7 +50,7 @@ def ask(server: Server, **fields: Any) -> Any:
         model=server.model,
         messages=chat_messages(questions(1)[0]),
         temperature=0,
-        max_tokens=MAX_TOKENS,
+        max_tokens=JSON_TOKENS,
         tools=TOOLS,
         **fields,
     )
@@ -125,7 +124,7 @@ def ask_stream(server: Server, tool_choice: Any) -> list[Any]:
             model=server.model,
             messages=chat_messages(questions(1)[0]),
             temperature=0,
-            max_tokens=MAX_TOKENS,
+            max_tokens=JSON_TOKENS,
             tools=TOOLS,
             tool_choice=tool_choice,
             parallel_tool_calls=False,
@@ -138,10 +137,11 @@ def tool_result(server: Server) -> None:
     """The whole exchange: the call goes back with what the tool said, text and a picture, and the model answers."""
     question = questions(1)[0]
     messages = chat_messages(question)
+    picture = {"type": "image_url", "image_url": {"url": data_url(question.images[0])}}
     call = only_call(ask(server, tool_choice="required", parallel_tool_calls=False))
     messages += [
         {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
-        {"role": "tool", "tool_call_id": call.id, "content": "done"},
+        {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "The next page:"}, picture]},
         {"role": "user", "content": question.text},
     ]
     answer = connect(server).chat.completions.create(
