@@ -205,7 +205,7 @@ def test_a_released_lease_is_freed_once(bench: Bench) -> None:
 
 def test_a_lost_peer_ends_its_leases_and_its_mapping(bench: Bench) -> None:
     peer = InProcTransport("consumer", 4096)
-    bench.transport.fetch(CONSUMER, messages.Range(0, 8))
+    bench.transport.fetch(CONSUMER, [messages.Range(0, 8)])
     bench.lease("kv")
     bench.leases.grant("other", "other", ("r", 0), lambda: bench.freed.append("other"))
     bench.inbox.put(PeerLost("decode-0", "consumer"))
@@ -215,7 +215,7 @@ def test_a_lost_peer_ends_its_leases_and_its_mapping(bench: Bench) -> None:
     bench.transport.check()
     peer.close()
     with pytest.raises(TriptychError):  # the mapping is gone with the peer
-        bench.transport.fetch(CONSUMER, messages.Range(0, 8))
+        bench.transport.fetch(CONSUMER, [messages.Range(0, 8)])
 
 
 def test_leases_expire_in_the_workers_own_time(bench: Bench) -> None:

@@ -124,12 +124,18 @@ class EngineConfig(Section, frozen=True):
 
 class HandoffConfig(Section, frozen=True):
     transport: Annotated[
-        Literal["shm", "inproc"],
-        doc("how embeddings and KV move; inproc only where one worker hosts every stage"),
-    ] = "shm"
+        Literal["auto", "shm", "tcp", "inproc"],
+        doc(
+            "how embeddings and KV move; auto: shared memory on one host, TCP between hosts; inproc only where one "
+            "worker hosts every stage"
+        ),
+    ] = "auto"
     lease_ttl_s: Annotated[
         Seconds, doc("how long a producer keeps what it published for a consumer that does not answer")
     ] = 60.0
+    fetch_timeout_s: Annotated[
+        Seconds, doc("patience with a worker of another host, beside a second for each 4 MiB, before a fetch fails")
+    ] = 10.0
 
 
 class RouterConfig(Section, frozen=True):

@@ -136,6 +136,10 @@ class PeerLostError(TransferError):
     """The producer is gone, or is a later life of the process that published."""
 
 
+class LinkError(PeerLostError):
+    """The producer may live, and cannot be reached from here, or not in time."""
+
+
 class ChecksumError(TransferError):
     """What was read is not what was published."""
 

@@ -23,7 +23,7 @@ from triptych.types import (
     WorkerAddress,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=False, omit_defaults=True):
@@ -222,6 +222,7 @@ class EmbeddingHandle(msgspec.Struct, frozen=True):
     shape: tuple[int, int]
     dtype: str
     checksum: int  # xxh3_64 of the bytes
+    ticket: bytes = b""  # opens the range to a fetch over TCP for as long as the lease lasts; see `transport/wire.py`
 
 
 class EmbeddingPublished(RequestMessage, frozen=True):
@@ -243,6 +244,7 @@ class KVHandle(msgspec.Struct, frozen=True):
     first_block: int
     blocks: list[Range]
     checksums: list[int]
+    ticket: bytes = b""
 
 
 class KVPublished(RequestMessage, frozen=True):

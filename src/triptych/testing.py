@@ -37,7 +37,10 @@ from triptych.stages.build import WorkerParts, build_encode, build_language, kv_
 from triptych.stages.encode import VisionTower
 from triptych.stages.language import LanguageStage
 from triptych.stages.preprocess import InlinePreprocessor
+from triptych.transport.base import Transport
 from triptych.transport.inproc import InProcTransport
+from triptych.transport.select import LOOPBACK
+from triptych.transport.tcp import TcpTransport
 from triptych.types import Grid, Prompt, Stage, WeightsReport, WorkerAddress, WorkerInfo
 from triptych.worker import StageSet, Worker
 
@@ -209,7 +212,7 @@ class LocalWorker(NamedTuple):
 
     worker: Worker
     address: WorkerAddress
-    transport: InProcTransport
+    transport: Transport
     leases: Leases
     tower: VisionTower | None
 
@@ -224,7 +227,8 @@ class LocalWorker(NamedTuple):
 class Cluster:
     """`async with Cluster(spec, config, "1E/1P/1D") as cluster`: workers take turns in one task, in random order.
 
-    `fake` replaces the model by formulas. `seed` decides the order of turns.
+    With `handoff.transport = tcp` embeddings and KV cross real sockets on loopback. `fake` replaces the model by
+    formulas. `seed` decides the order of turns.
     """
 
     def __init__(
@@ -293,8 +297,10 @@ class Cluster:
     def add(self, name: str, stages: list[Stage]) -> LocalWorker:
         """Start a worker: a new one, or the next life of one that was killed."""
         epoch = secrets.token_hex(8)
-        address = WorkerAddress(name, epoch, f"local://{epoch}", "")
-        transport = InProcTransport(epoch, pool_bytes(self.config, self.spec, stages))
+        local = InProcTransport(epoch, pool_bytes(self.config, self.spec, stages))
+        over_tcp = self.config.handoff.transport == "tcp"
+        transport = TcpTransport(local, epoch, LOOPBACK, always=True) if over_tcp else local
+        address = WorkerAddress(name, epoch, f"local://{epoch}", "", transport.data_endpoint)
         leases = Leases(self._clock, self.config.handoff.lease_ttl_s)
         mailbox = LocalMailbox(self.network, name, epoch)
         parts = WorkerParts(self.config, self.spec, transport, leases, address, mailbox, self._clock)

@@ -151,8 +151,10 @@ class WorkerAddress(msgspec.Struct, frozen=True):
 
     name: str
     epoch: str  # random, one a process start
-    endpoint: str  # ZeroMQ endpoint of its mailbox
+    endpoint: str  # ZeroMQ endpoint of its mailbox: a unix socket, or TCP
     pool: str  # unix socket that hands out the descriptor of its memory pool; "" without one
+    data: str = ""  # host:port where its pool is served over TCP; "" without one
+    key: str = ""  # CURVE public key of its mailbox, Z85; "" on a unix socket
 
 
 class Load(msgspec.Struct, frozen=True):

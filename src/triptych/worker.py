@@ -199,7 +199,7 @@ class Worker:
             return
         self._next_tick_s = now + TICK_S
         self._leases.expire()
-        counters: dict[str, float] = {"leases_expired_total": float(self._leases.num_expired)}
+        counters = {"leases_expired_total": float(self._leases.num_expired), **self._transport.counters}
         for stage in self.stages.hosted:
             stage.tick()
             counters.update(stage.counters)
@@ -246,7 +246,7 @@ def run(config: Config, worker: WorkerConfig) -> None:
     if worker.cores:
         os.sched_setaffinity(0, worker.cores)
     if config.handoff.transport == "inproc" and set(worker.stages) != set(StageName):
-        raise ConfigError(f"worker {worker.name} does not host every stage: handoff.transport must be shm")
+        raise ConfigError(f"worker {worker.name} does not host every stage: handoff.transport must be auto")
     spec = open_model(config.model.path, config.model, needed_parts(worker.stages))
     epoch, clock = secrets.token_hex(8), MonotonicClock()
     size = pool_bytes(config, spec, worker.stages)

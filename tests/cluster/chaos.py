@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from PIL import Image
 
-from triptych.config import Config, EncodeConfig, EngineConfig, MediaConfig, RouterConfig
+from triptych.config import Config, EncodeConfig, EngineConfig, HandoffConfig, MediaConfig, RouterConfig
 from triptych.errors import TriptychError
 from triptych.models.registry import ModelSpec
 from triptych.testing import Cluster, fake_feature, fake_output
@@ -43,6 +43,7 @@ class Schedule(NamedTuple):
     max_num_batched_tokens: int
     embedding_cache_bytes: int
     window_embeds: int
+    transport: Literal["inproc", "tcp"] = "inproc"
 
 
 class Outcome(NamedTuple):
@@ -86,6 +87,7 @@ def config_of(schedule: Schedule, pictures: Pictures) -> Config:
             cache_bytes=schedule.embedding_cache_bytes,
             window_embeds=schedule.window_embeds,
         ),
+        handoff=HandoffConfig(transport=schedule.transport),
         media=MediaConfig(allowed_local_media_path=str(pictures.directory)),
         router=RouterConfig(heartbeat_ttl_s=1e6, max_attempts=20, deadline_s=60.0),
     )

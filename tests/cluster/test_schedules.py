@@ -32,6 +32,9 @@ schedules = st.builds(
 with_kills = st.builds(lambda schedule, num_kills: schedule._replace(num_kills=num_kills), schedules, st.integers(1, 4))
 
 
+over_tcp = st.builds(lambda schedule: schedule._replace(transport="tcp"), with_kills)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, Pictures]:
     path: Path = tmp_path_factory.mktemp("model")
@@ -56,6 +59,16 @@ def test_cancels(model: tuple[ModelSpec, Pictures], schedule: Schedule) -> None:
 @given(schedule=with_kills)
 def test_kills_and_cancels(model: tuple[ModelSpec, Pictures], schedule: Schedule) -> None:
     """Workers die and come back: each request still ends once, with the right tokens or with an error that says so."""
+    chaos = Chaos(*model, schedule)
+    asyncio.run(chaos.run())
+    assert len(chaos.ends) == schedule.num_requests
+    assert set(chaos.ends) <= {"length", CLIENT_GONE, "NoCapacityError", "WorkerLostError"}
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(schedule=over_tcp)
+def test_kills_and_cancels_over_tcp(model: tuple[ModelSpec, Pictures], schedule: Schedule) -> None:
+    """The same when what is handed over takes its time, and its owner may die meanwhile."""
     chaos = Chaos(*model, schedule)
     asyncio.run(chaos.run())
     assert len(chaos.ends) == schedule.num_requests

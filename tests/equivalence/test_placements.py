@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from tests.equivalence.reference import Case, generate, make_cases
-from triptych.config import Config, EngineConfig, MediaConfig, ModelConfig
+from triptych.config import Config, EngineConfig, HandoffConfig, MediaConfig, ModelConfig
 from triptych.kernels import library
 from triptych.models.registry import ModelSpec, open_model
 from triptych.prompt.layout import PromptBuilder
@@ -119,6 +120,16 @@ async def test_forced_preemption_equals_the_reference(
 async def test_other_placements_equal_the_reference(reference: Reference, placement: str) -> None:
     async with Cluster(reference.spec, config_of(reference.media), placement, seed=3) as cluster:
         assert await _answer_all(cluster, reference, together=True) == reference.outputs
+
+
+@pytest.mark.parametrize("placement", ["1E/1P/1D", "2E/2P/2D"])
+async def test_over_tcp_equals_the_reference(reference: Reference, placement: str) -> None:
+    config = msgspec.structs.replace(_config(reference.media, chunk=64), handoff=HandoffConfig(transport="tcp"))
+    async with Cluster(reference.spec, config, placement, seed=6) as cluster:
+        assert await _answer_all(cluster, reference, together=True) == reference.outputs
+        fetched = sum(worker.transport.counters["tcp_fetched_bytes_total"] for worker in cluster.workers.values())
+        moved = _total(cluster, "embed_transfer_bytes_total") + _total(cluster, "kv_transfer_bytes_total")
+    assert fetched == moved > 0
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

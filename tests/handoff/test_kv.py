@@ -15,7 +15,7 @@ from triptych.handoff.kv import KVLayout, KVMemory, KVProducer, fetch_blocks
 from triptych.handoff.leases import Leases
 from triptych.messages import KVHandle, Range
 
-from .conftest import POOL_BYTES, TTL_S, Ends
+from .conftest import POOL_BYTES, TTL_S, Ends, landed
 
 LAYOUT = KVLayout(num_blocks=10, num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype=torch.bfloat16)
 REQUEST = ("r", 0)
@@ -57,7 +57,7 @@ def test_blocks_arrive_bit_for_bit(ends: Ends, leases: Leases, dtype: torch.dtyp
     handle = pair.publish([7, 0, 3])
     assert (handle.first_block, len(handle.blocks)) == (5, 3)
     assert (ends.producer.transport.used_bytes == used) == in_pool  # publishing from the pool takes no memory
-    fetch_blocks(pair.target, handle, [1, 9, 4])
+    landed(fetch_blocks(pair.target, handle, [1, 9, 4]))
     for source, target in ((7, 1), (0, 9), (3, 4)):
         assert torch.equal(pair.target.tensor[target], pair.source.tensor[source])
     untouched = [block for block in range(10) if block not in (1, 9, 4)]
@@ -72,8 +72,9 @@ def test_blocks_arrive_bit_for_bit(ends: Ends, leases: Leases, dtype: torch.dtyp
 def test_the_tensor_lies_in_the_pool(pair: Pair) -> None:
     where = pair.source.range_of(2)
     assert where.num_bytes == LAYOUT.block_bytes == 3 * 2 * 2 * 4 * 8 * 2
-    view = pair.ends.consumer.transport.fetch(pair.ends.producer.address, where)
     pair.source.tensor[2] = 1
+    transport = pair.ends.producer.transport
+    (view,) = transport.fetch(pair.ends.producer.address, [where]).views()
     assert bytes(view) == b"\x80\x3f" * (LAYOUT.block_bytes // 2)
 
 
@@ -87,7 +88,7 @@ def test_a_new_memory_is_zero_in_a_used_pool(ends: Ends) -> None:
 def test_no_blocks_are_legal(pair: Pair, leases: Leases) -> None:
     for pair.source.in_pool in (True, False):
         handle = pair.publish([])
-        fetch_blocks(pair.target, handle, [])
+        landed(fetch_blocks(pair.target, handle, []))
         leases.release(handle.lease_id)
     assert pair.freed == [[], []]
 
@@ -104,14 +105,14 @@ def test_a_reused_block_is_noticed(pair: Pair) -> None:
     handle = pair.publish([1, 2])
     pair.source.tensor[2, 0, 0, 0, 0, 0] += 1
     with pytest.raises(ChecksumError, match="KV block 6 from e0"):
-        fetch_blocks(pair.target, handle, [3, 4])
+        landed(fetch_blocks(pair.target, handle, [3, 4]))
 
 
 @pytest.mark.parametrize("own", [[1], [1, 2, 3], [1, 10], [-1, 2]])
 def test_own_blocks_that_do_not_fit_are_refused(pair: Pair, own: list[int]) -> None:
     handle = pair.publish([1, 2])
     with pytest.raises(ValueError, match="blocks"):
-        fetch_blocks(pair.target, handle, own)
+        landed(fetch_blocks(pair.target, handle, own))
     assert not pair.target.tensor.any()
 
 
@@ -119,16 +120,16 @@ def test_another_layout_is_refused(ends: Ends, pair: Pair) -> None:
     handle = pair.publish([1, 2])
     other = KVMemory(ends.consumer.transport, replace(LAYOUT, block_size=8), "cpu")
     with pytest.raises(ValueError, match="the own layout has 1536"):
-        fetch_blocks(other, handle, [1, 2])
+        landed(fetch_blocks(other, handle, [1, 2]))
 
 
 def test_a_handle_that_contradicts_itself_is_refused(pair: Pair) -> None:
     handle = pair.publish([1, 2])
     with pytest.raises(ValueError, match="1 checksums"):
-        fetch_blocks(pair.target, msgspec.structs.replace(handle, checksums=handle.checksums[:1]), [1, 2])
+        landed(fetch_blocks(pair.target, msgspec.structs.replace(handle, checksums=handle.checksums[:1]), [1, 2]))
     outside = msgspec.structs.replace(handle, blocks=[handle.blocks[0], Range(POOL_BYTES, LAYOUT.block_bytes)])
-    with pytest.raises(ValueError, match="not inside a pool"):
-        fetch_blocks(pair.target, outside, [1, 2])
+    with pytest.raises(ValueError, match=r"not inside a pool|not for"):
+        landed(fetch_blocks(pair.target, outside, [1, 2]))
 
 
 @pytest.mark.parametrize("block_ids", [[10], [-1]])
@@ -142,7 +143,7 @@ def test_a_lost_producer_is_an_error(pair: Pair) -> None:
     handle = pair.publish([1])
     pair.ends.producer.transport.close()
     with pytest.raises(PeerLostError):
-        fetch_blocks(pair.target, handle, [1])
+        landed(fetch_blocks(pair.target, handle, [1]))
 
 
 def test_no_room_to_stage_is_an_error_without_a_lease(ends: Ends, leases: Leases, pair: Pair) -> None:
@@ -164,5 +165,5 @@ def test_a_pool_that_is_too_small_is_an_error(ends: Ends) -> None:
 def test_blocks_of_a_gpu_arrive_bit_for_bit(ends: Ends, leases: Leases) -> None:
     """Would show that staging through host memory is ordered with the device's own work."""
     pair = Pair(ends, leases, device="cuda")
-    fetch_blocks(pair.target, pair.publish([7, 0]), [1, 9])
+    landed(fetch_blocks(pair.target, pair.publish([7, 0]), [1, 9]))
     assert torch.equal(pair.target.tensor[[1, 9]], pair.source.tensor[[7, 0]])

@@ -16,6 +16,7 @@ from triptych.handoff.kv import KVMemory, fetch_blocks
 from triptych.transport.shm import ShmTransport
 
 from . import producer
+from .conftest import landed
 
 
 def test_embeddings_and_kv_cross_processes_and_survive_their_producer(tmp_path: Path) -> None:
@@ -26,13 +27,13 @@ def test_embeddings_and_kv_cross_processes_and_survive_their_producer(tmp_path: 
         consumer = ShmTransport("p0", "consumer", 8 << 20, tmp_path)
         memory = KVMemory(consumer, producer.LAYOUT, "cpu")
         embedding, kv = producer.values()
-        assert torch.equal(fetch_embedding(consumer, published.embedding), embedding)
+        assert torch.equal(landed(fetch_embedding(consumer, published.embedding)), embedding)
         process.kill()
         process.wait()
         # Mapped before the producer died: what was published can still be had.
-        fetch_blocks(memory, published.kv, [0, 1, 2])
+        landed(fetch_blocks(memory, published.kv, [0, 1, 2]))
         assert torch.equal(memory.tensor[:3], kv[[2, 0, 3]])
         consumer.forget("first")
         with pytest.raises(PeerLostError):
-            fetch_embedding(consumer, published.embedding)
+            landed(fetch_embedding(consumer, published.embedding))
         consumer.close()

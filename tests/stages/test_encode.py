@@ -33,7 +33,7 @@ def test_the_embedding_is_published_to_its_consumer_and_the_router_is_told(node:
     assert [receiver for receiver, _ in node.mail.sent] == ["prefill-0", "router"]
     (published,) = node.mail.of(EmbeddingPublished)
     assert (published.request_id, published.attempt, published.mm_hash) == ("r", 0, "x")
-    assert torch.equal(fetch_embedding(node.consumer.transport, published.handle), torch.full((4, 16), 7.0))
+    assert torch.equal(fetch_embedding(node.consumer.transport, published.handle).land(), torch.full((4, 16), 7.0))
     assert len(node.leases) == 1
 
 

@@ -169,18 +169,18 @@ def test_memory_that_could_be_cut_is_not_mapped(tmp_path: Path, sealed: bool) ->
         impostor(tmp_path / "x.pool", header(), fd) as address,
         pytest.raises(PeerLostError, match="not sealed"),
     ):
-        consumer.fetch(address, Range(0, 1))
+        consumer.fetch(address, [Range(0, 1)])
     consumer.close()
     os.close(fd)
 
 
 def test_a_restart_removes_the_socket_of_a_killed_life_only(tmp_path: Path) -> None:
-    killed, neighbour = ProcessPeer("killed", tmp_path), ShmTransport("producer2", "other", MIB, tmp_path)
+    killed, neighbour = ProcessPeer("shm", "killed", tmp_path), ShmTransport("producer2", "other", MIB, tmp_path)
     killed.kill()
-    alive = ProcessPeer("alive", tmp_path)
+    alive = ProcessPeer("shm", "alive", tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"producer.alive.pool", "producer2.other.pool"}
-    later = ProcessPeer("later", tmp_path)
+    later = ProcessPeer("shm", "later", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == names | {"producer.later.pool"}
     for peer in (alive, later, killed):
         peer.close()

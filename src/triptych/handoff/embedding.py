@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from triptych.handoff.arriving import Arriving
 from triptych.handoff.leases import Leases
 from triptych.handoff.tensors import bytes_of, checksum, copy_checked, dtype_name, dtype_of, tensor_over
 from triptych.messages import EmbeddingHandle, Range
@@ -66,9 +67,15 @@ class EmbeddingPool:
         """Lease it to the consumer for one attempt at a request. Raises ValueError when it was discarded."""
         self._require(stored)
         self._references[stored] += 1
-        lease_id = self._leases.grant(consumer.name, consumer.epoch, request, partial(self._unreference, stored))
         where = Range(stored.slot.offset, stored.slot.num_bytes)
-        return EmbeddingHandle(lease_id, self._address, where, stored.shape, stored.dtype, stored.checksum)
+        ticket = self._transport.offer([where])
+        end = partial(self._end_lease, stored, ticket)
+        lease_id = self._leases.grant(consumer.name, consumer.epoch, request, end)
+        return EmbeddingHandle(lease_id, self._address, where, stored.shape, stored.dtype, stored.checksum, ticket)
+
+    def _end_lease(self, stored: StoredEmbedding, ticket: bytes) -> None:
+        self._transport.withdraw(ticket)
+        self._unreference(stored)
 
     def discard(self, stored: StoredEmbedding) -> None:
         """The encoder cache lets go of it. Raises ValueError the second time."""
@@ -105,18 +112,20 @@ class EmbeddingPool:
             raise AssertionError("a discarded embedding has no lease and was not freed")
 
 
-def fetch_embedding(transport: Transport, handle: EmbeddingHandle) -> torch.Tensor:
-    """The consumer's own copy on the CPU, [num_embeds, width], in the dtype that was published.
+def fetch_embedding(transport: Transport, handle: EmbeddingHandle) -> Arriving[torch.Tensor]:
+    """Begin to fetch the consumer's own copy on the CPU, [num_embeds, width], in the dtype that was published.
 
-    Raises ValueError when the handle contradicts itself, PeerLostError, and ChecksumError when the lease was over and
-    the bytes were overwritten. The caller releases the lease after success and failure alike.
+    Raises ValueError when the handle contradicts itself, and what `Transport.fetch` raises. The caller releases the
+    lease after success and failure alike.
     """
     dtype = dtype_of(handle.dtype)
     num_embeds, width = handle.shape
     if min(num_embeds, width) < 0 or num_embeds * width * dtype.itemsize != handle.range.num_bytes:
         raise ValueError(f"{handle.range.num_bytes} bytes are not {handle.dtype} of shape {list(handle.shape)}")
-    # The range is checked against the owner's pool before memory for a copy is taken.
-    source = transport.fetch(handle.owner, handle.range)
-    tensor = torch.empty(handle.shape, dtype=dtype)
-    copy_checked(source, tensor, handle.checksum, f"embedding from {handle.owner.name}, lease {handle.lease_id}")
-    return tensor
+
+    def take(views: list[memoryview]) -> torch.Tensor:
+        tensor = torch.empty(handle.shape, dtype=dtype)  # the owner has agreed that it has so many bytes
+        copy_checked(views[0], tensor, handle.checksum, f"embedding from {handle.owner.name}, lease {handle.lease_id}")
+        return tensor
+
+    return Arriving(transport.fetch(handle.owner, [handle.range], handle.ticket), take)

@@ -13,6 +13,7 @@ from math import prod
 import msgspec
 import torch
 
+from triptych.handoff.arriving import Arriving
 from triptych.handoff.leases import Leases
 from triptych.handoff.tensors import bytes_of, checksum, copy_checked, tensor_over
 from triptych.messages import KVHandle, Range
@@ -116,22 +117,26 @@ class KVProducer:
         """
         memory = self._memory
         memory.require(block_ids)
+        slot: Slot | None
         if memory.in_pool:
             ranges = [memory.range_of(block_id) for block_id in block_ids]
             checksums = [checksum(bytes_of(memory.tensor[block_id])) for block_id in block_ids]
-            end = free
+            slot = None
         else:
             slot, staged = memory.stage(block_ids)
             size = memory.layout.block_bytes
             ranges = [Range(slot.offset + index * size, size) for index in range(len(block_ids))]
             checksums = [checksum(bytes_of(block)) for block in staged]
+        ticket = memory.transport.offer(ranges)
 
-            def end() -> None:
+        def end() -> None:
+            memory.transport.withdraw(ticket)
+            if slot is not None:
                 memory.transport.free(slot)
-                free()
+            free()
 
         lease_id = self._leases.grant(consumer.name, consumer.epoch, request, end)
-        return KVHandle(lease_id, self._address, first_block, ranges, checksums)
+        return KVHandle(lease_id, self._address, first_block, ranges, checksums, ticket)
 
 
 def skip_blocks(handle: KVHandle, num_blocks: int) -> KVHandle:
@@ -145,12 +150,12 @@ def skip_blocks(handle: KVHandle, num_blocks: int) -> KVHandle:
     )
 
 
-def fetch_blocks(memory: KVMemory, handle: KVHandle, into_block_ids: Sequence[int]) -> None:
-    """Copy the handle's blocks into own blocks, straight from the owner's pool to their place.
+def fetch_blocks(memory: KVMemory, handle: KVHandle, into_block_ids: Sequence[int]) -> Arriving[None]:
+    """Begin to fetch the handle's blocks; `land` copies them from the owner's pool, or from where they landed, to
+    their place.
 
-    Raises ValueError when the blocks are not of the own layout, PeerLostError, and ChecksumError when the lease was
-    over and the bytes were overwritten. The own blocks hold nothing of use then; the caller frees them, and releases
-    the lease after success and failure alike.
+    Raises ValueError when the blocks are not of the own layout, and what `Transport.fetch` raises. When `land` raises,
+    the own blocks hold nothing of use; the caller frees them, and releases the lease after success and failure alike.
     """
     layout = memory.layout
     if not len(into_block_ids) == len(handle.blocks) == len(handle.checksums):
@@ -161,7 +166,14 @@ def fetch_blocks(memory: KVMemory, handle: KVHandle, into_block_ids: Sequence[in
     for block in handle.blocks:
         if block.num_bytes != layout.block_bytes:
             raise ValueError(f"a block of {block.num_bytes} bytes; the own layout has {layout.block_bytes}")
-    sources = [memory.transport.fetch(handle.owner, block) for block in handle.blocks]
+    fetch = memory.transport.fetch(handle.owner, handle.blocks, handle.ticket)
+    return Arriving(fetch, lambda sources: _put_blocks(memory, handle, sources, into_block_ids))
+
+
+def _put_blocks(
+    memory: KVMemory, handle: KVHandle, sources: Sequence[memoryview], into_block_ids: Sequence[int]
+) -> None:
+    layout = memory.layout
     if memory.in_pool:
         targets = [memory.tensor[block_id] for block_id in into_block_ids]
     else:

@@ -47,6 +47,10 @@ HELP = {
     "engine_steps_total": "Steps of the engine",
     "engine_step_time_seconds_total": "Time in steps of the engine",
     "leases_expired_total": "Leases that ran out before their consumer released them",
+    "tcp_fetches_total": "Fetches over TCP, of embeddings and KV, that came to an end",
+    "tcp_fetch_failures_total": "Fetches over TCP that failed or were given up",
+    "tcp_fetched_bytes_total": "Bytes fetched over TCP",
+    "tcp_sent_bytes_total": "Bytes that other workers fetched from this one over TCP",
 }
 
 

@@ -9,12 +9,14 @@ from triptych.clock import Clock
 from triptych.engine.engine import Engine
 from triptych.engine.request_state import RequestKey, RequestState
 from triptych.errors import TransferError
+from triptych.handoff.arriving import Arriving
 from triptych.handoff.kv import KVMemory, fetch_blocks, skip_blocks
 from triptych.messages import (
     AttemptFailed,
     Decode,
     DecodeTiming,
     FetchKV,
+    KVHandle,
     KVPublished,
     KVRefused,
     LeaseReleased,
@@ -26,6 +28,17 @@ from triptych.stages.requests import RequestFactory
 from triptych.types import WorkerAddress
 
 
+class _Transfer:
+    """Blocks of one message on their way into the blocks of their request."""
+
+    def __init__(self, message: KVPublished, arriving: Arriving[None], handle: KVHandle, now: float) -> None:
+        self.message = message
+        self.arriving = arriving
+        self.handle = handle  # without the blocks that were here already
+        self.started_s = now
+        self.landed = False
+
+
 class _Import:
     """The KV of one request on its way from a prefill worker, until the first token that is sampled here."""
 
@@ -35,6 +48,7 @@ class _Import:
         self.arrived_s = now
         self.submitted = False
         self.waiting: list[KVPublished] = []  # leased, and not fetched before the engine has blocks for it
+        self.transfers: list[_Transfer] = []  # in the order of their tokens; they may land in another
 
 
 class DecodeStage:
@@ -88,29 +102,55 @@ class DecodeStage:
             self._fetch_waiting(self._imports[request.key])
 
     def _fetch_waiting(self, arrival: _Import) -> None:
-        """Copy what is published into the request's blocks; a transfer that fails ends the attempt."""
+        """Begin to fetch what is published, now that the request has blocks for it."""
         while arrival.waiting:
             message = arrival.waiting.pop(0)
             try:
-                self._fetch(arrival, message)
+                arrival.transfers.append(self._fetch(arrival.request, message))
             except (TransferError, ValueError) as error:
-                self.counters["kv_transfer_failures_total"] += 1
-                self._give_up(arrival.request.key, f"KV of the prompt did not arrive: {error}")
-            finally:
                 self._release(message)
+                self._fail(arrival, error)
+                return
+        self._land(arrival)
 
-    def _fetch(self, arrival: _Import, message: KVPublished) -> None:
-        request, started_s = arrival.request, self._clock.now()
+    def _fetch(self, request: RequestState, message: KVPublished) -> _Transfer:
         num_cached = request.num_cached_tokens // self._requests.block_size
         handle = skip_blocks(message.handle, num_cached)
         blocks = request.block_table[handle.first_block : handle.first_block + len(handle.blocks)]
-        fetch_blocks(self._memory, handle, blocks)
-        self.counters["kv_transfer_blocks_avoided_total"] += len(message.handle.blocks) - len(blocks)
-        self.counters["kv_transfer_blocks_total"] += len(blocks)
-        self.counters["kv_transfer_bytes_total"] += sum(r.num_bytes for r in handle.blocks)
-        self.counters["kv_transfer_time_seconds_total"] += self._clock.now() - started_s
-        self._engine.kv_arrived(request, message.num_tokens, message.first_token_id)
+        return _Transfer(message, fetch_blocks(self._memory, handle, blocks), handle, self._clock.now())
+
+    def land(self) -> bool:
+        """Take in what has arrived since the last call; whether anything has."""
+        landed = [self._land(arrival) for arrival in list(self._imports.values()) if arrival.transfers]
+        return any(landed)
+
+    def _land(self, arrival: _Import) -> bool:
+        """Copy what is here to its blocks, and go on in order; a transfer that fails ends the attempt."""
+        done = [transfer for transfer in arrival.transfers if transfer.arriving.done and not transfer.landed]
+        for transfer in done:
+            try:
+                transfer.arriving.land()
+            except (TransferError, ValueError) as error:
+                self._fail(arrival, error)
+                return True
+            transfer.landed = True
+            self._release(transfer.message)
+        while arrival.transfers and arrival.transfers[0].landed:
+            self._advance(arrival, arrival.transfers.pop(0))
+        return bool(done)
+
+    def _advance(self, arrival: _Import, transfer: _Transfer) -> None:
+        message, num_blocks = transfer.message, len(transfer.handle.blocks)
+        self.counters["kv_transfer_blocks_avoided_total"] += len(message.handle.blocks) - num_blocks
+        self.counters["kv_transfer_blocks_total"] += num_blocks
+        self.counters["kv_transfer_bytes_total"] += sum(r.num_bytes for r in transfer.handle.blocks)
+        self.counters["kv_transfer_time_seconds_total"] += self._clock.now() - transfer.started_s
+        self._engine.kv_arrived(arrival.request, message.num_tokens, message.first_token_id)
         arrival.arrived_s = self._clock.now()
+
+    def _fail(self, arrival: _Import, error: Exception) -> None:
+        self.counters["kv_transfer_failures_total"] += 1
+        self._give_up(arrival.request.key, f"KV of the prompt did not arrive: {error}")
 
     def _release(self, message: KVPublished) -> None:
         self._mail.to_worker(message.handle.owner, LeaseReleased(message.handle.lease_id))
@@ -134,8 +174,14 @@ class DecodeStage:
     def drop(self, key: RequestKey) -> None:
         """Forget the hand-off of a request that ended; what it did not fetch is released."""
         arrival = self._imports.pop(key, None)
-        while arrival is not None and arrival.waiting:
-            self._release(arrival.waiting.pop())
+        if arrival is None:
+            return
+        for transfer in arrival.transfers:
+            transfer.arriving.close()
+            if not transfer.landed:
+                self._release(transfer.message)
+        for message in arrival.waiting:
+            self._release(message)
 
     def num_live(self) -> int:
         return len(self._imports)

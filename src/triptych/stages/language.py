@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from triptych.clock import Clock
 from triptych.engine.engine import Engine, Sampled, StepError
 from triptych.engine.request_state import RequestKey, RequestState
 from triptych.errors import TransferError
+from triptych.handoff.arriving import Arriving
 from triptych.handoff.embedding import fetch_embedding
 from triptych.messages import (
     AttemptFailed,
@@ -35,7 +37,19 @@ from triptych.stages.prefill import PrefillStage
 from triptych.transport.base import Transport
 from triptych.types import FinishReason, Load
 
+if TYPE_CHECKING:
+    import torch
+
 logger = logging.getLogger(__name__)
+
+
+class _Arrival:
+    """A published embedding that this worker has not taken in or declined yet."""
+
+    def __init__(self, message: EmbeddingPublished, now: float) -> None:
+        self.message = message
+        self.started_s = now
+        self.arriving: Arriving[torch.Tensor] | None = None
 
 
 class LanguageStage:
@@ -60,6 +74,7 @@ class LanguageStage:
         self._clock = clock
         self._probe = probe
         self.kv_bytes = kv_bytes
+        self._arrivals: list[_Arrival] = []
         self.is_prefilling = False  # the last step computed tokens of a prompt
         self.counters: dict[str, float] = dict.fromkeys(
             ("engine_steps_total", "engine_step_time_seconds_total", "prompt_tokens_computed_total",
@@ -82,27 +97,52 @@ class LanguageStage:
     # -- embeddings ----------------------------------------------------------------------------------------------------
 
     def embedding_published(self, message: EmbeddingPublished) -> None:
-        """Copy the embedding into this worker's own memory and release the producer's lease at once."""
-        key, started_s = RequestKey(message.request_id, message.attempt), self._clock.now()
+        self._arrivals.append(_Arrival(message, self._clock.now()))
+        self._land()
+
+    def _land(self) -> bool:
+        """Fetch what is published and not here, take in what has arrived; whether an arrival came to its end."""
+        before = len(self._arrivals)
+        self._arrivals = [arrival for arrival in self._arrivals if not self._take(arrival)]
+        return len(self._arrivals) < before
+
+    def _take(self, arrival: _Arrival) -> bool:
+        """Copy the embedding into this worker's own memory and release the producer's lease; False: not here yet."""
+        message = arrival.message
+        key = RequestKey(message.request_id, message.attempt)
         try:
             if self._engine.wants_embedding(message.mm_hash):
-                self._engine.add_embedding(message.mm_hash, fetch_embedding(self._transport, message.handle))
+                if arrival.arriving is None and not self._is_coming(message.mm_hash):
+                    arrival.arriving = fetch_embedding(self._transport, message.handle)
+                if arrival.arriving is None or not arrival.arriving.done:
+                    return False
+                self._engine.add_embedding(message.mm_hash, arrival.arriving.land())
                 self.counters["embed_transfer_items_total"] += 1
                 self.counters["embed_transfer_bytes_total"] += message.handle.range.num_bytes
+            elif arrival.arriving is not None:
+                arrival.arriving.close()
         except (TransferError, ValueError) as error:
             logger.warning("request_id=%s item=%s embedding lost: %s", key.request_id, message.mm_hash[:12], error)
             self.counters["embed_transfer_failures_total"] += 1
             self._engine.forget_demand(key, message.mm_hash)
         else:
-            duration_s = self._clock.now() - started_s
+            duration_s = self._clock.now() - arrival.started_s
             self.counters["embed_transfer_time_seconds_total"] += duration_s
             self._mail.to_router(ItemHeld(*key, mm_hash=message.mm_hash, transfer_s=duration_s))
         self._mail.to_worker(message.handle.owner, LeaseReleased(message.handle.lease_id))
+        return True
+
+    def _is_coming(self, mm_hash: str) -> bool:
+        """Another request's fetch of the same item runs."""
+        return any(a.arriving is not None and a.message.mm_hash == mm_hash for a in self._arrivals)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One engine step; KV and tokens leave as soon as it is done."""
+        """One engine step over what has arrived; KV and tokens leave as soon as it is done."""
+        landed = self._land()
+        if self._decode:
+            landed |= self._decode.land()
         started_s = self._clock.now()
         try:
             result = self._engine.step()
@@ -126,7 +166,7 @@ class LanguageStage:
         for request, _, finish_reason, _ in result.sampled:
             if finish_reason is not None or request.decode_elsewhere:
                 self._engine.end(request, finish_reason)
-        return result.did_work
+        return result.did_work or landed
 
     def _output(self, sampled: Sampled) -> TokenOutput:
         request, token_id, finish_reason, logprobs = sampled
@@ -188,7 +228,7 @@ class LanguageStage:
 
     def num_live(self) -> int:
         halves = (half.num_live() for half in (self._prefill, self._decode) if half)
-        return len(self._engine.scheduler) + sum(halves)
+        return len(self._engine.scheduler) + len(self._arrivals) + sum(halves)
 
     def load(self) -> Load:
         scheduler, pool = self._engine.scheduler, self._engine.pool

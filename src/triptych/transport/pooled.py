@@ -6,7 +6,8 @@ Runs in every worker, on its compute thread. `shm.py` and `inproc.py` say where 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from triptych.messages import Range
 from triptych.transport.base import Slot
@@ -15,8 +16,24 @@ from triptych.transport.pool import MemoryPool, part
 from triptych.types import WorkerAddress
 
 
+class Mapped(NamedTuple):
+    """A `Fetch` that has nothing to wait for."""
+
+    ranges: list[memoryview]
+    done: bool = True
+
+    def views(self) -> list[memoryview]:
+        return self.ranges
+
+    def close(self) -> None:
+        """The views are the pool's own."""
+
+
 class PooledTransport:
     """All of `transport.base.Transport` but its names and `close`. `view_of` maps the pool of a peer, or raises."""
+
+    pool_path: str
+    data_endpoint = ""
 
     def __init__(self, epoch: str, mapping: mmap.mmap, view_of: Callable[[WorkerAddress], memoryview]) -> None:
         self._epoch = epoch
@@ -33,13 +50,32 @@ class PooledTransport:
     def free(self, slot: Slot) -> None:
         self._pool.free(slot)
 
-    def fetch(self, owner: WorkerAddress, range: Range) -> memoryview:
-        if owner.epoch == self._epoch:
-            return part(self._pool.view, range)
-        return part(self._peers.view(owner), range)
+    @property
+    def view(self) -> memoryview:
+        """All of the own pool, read-only."""
+        return self._pool.view
+
+    def offer(self, ranges: Sequence[Range]) -> bytes:
+        for each in ranges:
+            part(self._pool.view, each)
+        return b""
+
+    def withdraw(self, ticket: bytes) -> None:
+        """Who has mapped the pool needs no ticket."""
+
+    def fetch(self, owner: WorkerAddress, ranges: Sequence[Range], ticket: bytes = b"") -> Mapped:
+        view = self._pool.view if owner.epoch == self._epoch else self._peers.view(owner)
+        return Mapped([part(view, each) for each in ranges])
+
+    def on_arrival(self, wake: Callable[[], None]) -> None:
+        """All is done at once."""
 
     def forget(self, owner_epoch: str) -> None:
         self._peers.forget(owner_epoch)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return {}
 
     @property
     def used_bytes(self) -> int:
@@ -48,6 +84,9 @@ class PooledTransport:
     def check(self) -> None:
         self._pool.check()
         self._peers.check()
+
+    def close(self) -> None:
+        raise NotImplementedError
 
     def _close_pool(self) -> bool:
         """Let go of all memory; False when that was done before."""
