@@ -49,7 +49,7 @@ def test_loading_does_not_change_the_defaults(toml: Path) -> None:
         ({"engine": {"num_kv_blocks": -1}}, r"engine\.num_kv_blocks"),
         ({"engine": {"prefix_caching": "yes"}}, r"engine\.prefix_caching"),
         ({"model": {"dtype": "float8"}}, r"model\.dtype"),
-        ({"handoff": {"transport": "tcp"}}, r"handoff\.transport"),
+        ({"handoff": {"transport": "carrier pigeon"}}, r"handoff\.transport"),
         ({"handoff": {"lease_ttl_s": 0}}, r"handoff\.lease_ttl_s"),
         ({"router": {"deadline_s": float("nan")}}, r"router\.deadline_s"),
         ({"api": {"port": 65536}}, r"api\.port"),

@@ -297,9 +297,9 @@ class Cluster:
     def add(self, name: str, stages: list[Stage]) -> LocalWorker:
         """Start a worker: a new one, or the next life of one that was killed."""
         epoch = secrets.token_hex(8)
-        local = InProcTransport(epoch, pool_bytes(self.config, self.spec, stages))
+        memory = InProcTransport(epoch, pool_bytes(self.config, self.spec, stages))
         over_tcp = self.config.handoff.transport == "tcp"
-        transport = TcpTransport(local, epoch, LOOPBACK, always=True) if over_tcp else local
+        transport: Transport = TcpTransport(memory, epoch, LOOPBACK, always=True) if over_tcp else memory
         address = WorkerAddress(name, epoch, f"local://{epoch}", "", transport.data_endpoint)
         leases = Leases(self._clock, self.config.handoff.lease_ttl_s)
         mailbox = LocalMailbox(self.network, name, epoch)
