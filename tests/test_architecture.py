@@ -25,7 +25,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "__init__": frozenset({"offline"}),  # `from triptych import LLM`, imported when it is asked for
     "media": frozenset(),
     "prompt": frozenset({"media"}),
-    "transport": frozenset(),
+    "curve": frozenset(),
+    "transport": frozenset({"curve"}),
     "observe": frozenset(),
     "kernels": frozenset(),
     "models": frozenset({"kernels"}),
@@ -33,15 +34,25 @@ ARROWS: dict[str, frozenset[str]] = {
     "handoff": frozenset({"transport"}),
     "engine": frozenset({"observe"}),
     "stages": frozenset({"media", "transport", "observe", "handoff", "engine"}),
-    "router": frozenset({"media", "prompt", "observe"}),
+    "router": frozenset({"curve", "media", "prompt", "observe"}),
     "api": frozenset({"observe"}),
-    "heartbeat": frozenset(),
+    "heartbeat": frozenset({"curve"}),
     "placement": frozenset(),
     "runtime_dir": frozenset(),
-    "worker": frozenset({"stages", "handoff", "transport", "kernels", "models", "observe", "heartbeat"}),
+    "worker": frozenset({"curve", "stages", "handoff", "transport", "kernels", "models", "observe", "heartbeat"}),
     "supervisor": frozenset({"observe", "runtime_dir", "worker"}),
     "launch": frozenset(
-        {"api", "models", "observe", "placement", "prompt", "router", "runtime_dir", "supervisor"}  # it composes them
+        {
+            "api",
+            "curve",
+            "models",
+            "observe",
+            "placement",
+            "prompt",
+            "router",
+            "runtime_dir",
+            "supervisor",
+        }  # it composes them
     ),
     "offline": frozenset(
         {"api", "launch", "media", "models", "observe", "placement", "prompt"}

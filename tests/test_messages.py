@@ -17,15 +17,20 @@ from triptych.messages import Body
 from triptych.types import (
     FinishReason,
     Grid,
+    Heartbeat,
     ImageDecoding,
     ImageSize,
     ItemMetadata,
+    Load,
     Modality,
     Placeholder,
     PromptItem,
     Rgb,
     SamplingParams,
+    Stage,
+    WeightsReport,
     WorkerAddress,
+    WorkerInfo,
 )
 
 GOLDEN = Path(__file__).parent / "messages" / "golden.json"
@@ -62,6 +67,7 @@ EXAMPLES: list[Body] = [
     messages.Refused(*ABOUT, reason=messages.Refusal.TOO_LONG, message="too long"),
     messages.EmbeddingsNeeded(*ABOUT, mm_hashes=["ab" * 32]),
     messages.ItemHeld(*ABOUT, mm_hash="ab" * 32, transfer_s=0.125),
+    messages.ItemLost(*ABOUT, mm_hash="ab" * 32, owner="encode-0", message="cut"),
     messages.StepOutput(
         outputs=[
             messages.TokenOutput(*ABOUT, index=0, token_ids=[7]),
@@ -89,6 +95,16 @@ EXAMPLES: list[Body] = [
     messages.Probed(probe_id=1, error="broken"),
     messages.PeerLost(name="encode-0", epoch="fedcba9876543210"),
     messages.Drain(),
+    messages.LinkLost(name="encode-0", epoch="fedcba9876543210"),
+    messages.Register(
+        WorkerInfo(
+            WorkerAddress("e", "00", "tcp://10.0.0.1:7000", "/run/e.pool", "10.0.0.1:7001", "k" * 40), [Stage.ENCODE],
+            "v", "demo", 100, WeightsReport(1, 2, 3, 4, 0.5), pid=1, cores=[0], kv_layout="rows",
+        )
+    ),
+    messages.Beat(Heartbeat("e", "00", Load(num_waiting=1), {"encode_items_total": 2.0}, True)),
+    messages.Leave(name="e", epoch="00"),
+    messages.Answer(status=409, message="another model"),
     messages.ListBlocks(),
     messages.BlocksChanged(stored=[bytes(range(16))], removed=[bytes(16)], is_all=True),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from triptych import messages
 from triptych.clock import ManualClock
 from triptych.errors import ConfigError, TriptychError
 from triptych.handoff.leases import Leases
-from triptych.heartbeat import Heart
+from triptych.heartbeat import Heart, HttpLine, NoAnswerError
 from triptych.messages import Body, Cancel, Drain, Envelope, FetchKV, LeaseReleased, PeerLost, Probe, Probed
 from triptych.models.family import Part
 from triptych.stages.base import Routes
@@ -81,6 +81,7 @@ class ScriptedInbox:
     def __init__(self) -> None:
         self.batches: list[list[Envelope]] = []
         self.sent: list[Body] = []
+        self.forgotten: list[str] = []
         self.timeouts_s: list[float] = []
 
     def put(self, *bodies: Body, version: int = messages.PROTOCOL_VERSION) -> None:
@@ -89,6 +90,9 @@ class ScriptedInbox:
     def receive(self, timeout_s: float) -> list[Envelope]:
         self.timeouts_s.append(timeout_s)
         return self.batches.pop(0) if self.batches else []
+
+    def forget(self, epoch: str) -> None:
+        self.forgotten.append(epoch)
 
     def to_router(self, body: Body) -> None:
         self.sent.append(body)
@@ -211,6 +215,7 @@ def test_a_lost_peer_ends_its_leases_and_its_mapping(bench: Bench) -> None:
     bench.inbox.put(PeerLost("decode-0", "consumer"))
     bench.worker.turn(0.0)
     assert bench.freed == ["kv"]
+    assert bench.inbox.forgotten == ["consumer"]
     assert len(bench.leases) == 1
     bench.transport.check()
     peer.close()
@@ -376,7 +381,8 @@ INFO = WorkerInfo(CONSUMER, [Stage.DECODE], "v", "m", 100, WeightsReport(), pid=
 
 
 def heart(router: FakeRouter) -> Heart:
-    return Heart(router.url, INFO, lambda: Heartbeat("decode-0", "consumer", Load(num_running=2), {"x": 1.0}), 0.01)
+    beat = Heartbeat("decode-0", "consumer", Load(num_running=2), {"x": 1.0})
+    return Heart(HttpLine(router.url), INFO, lambda: beat, 0.01)
 
 
 def test_it_registers_beats_and_leaves(router: FakeRouter) -> None:
@@ -394,16 +400,16 @@ def test_it_registers_beats_and_leaves(router: FakeRouter) -> None:
 def test_it_registers_until_the_router_answers(router: FakeRouter) -> None:
     with pytest.MonkeyPatch.context() as patch:
         refused = threading.Event()
-        post = Heart._post
+        ask = HttpLine.ask
 
-        def post_and_tell(self: Heart, path: str, body: Heartbeat | WorkerInfo) -> Any:
+        def ask_and_tell(self: HttpLine, question: messages.Register | messages.Beat | messages.Leave) -> Any:
             try:
-                return post(self, path, body)
-            except Exception:
+                return ask(self, question)
+            except NoAnswerError:
                 refused.set()
                 raise
 
-        patch.setattr(Heart, "_post", post_and_tell)
+        patch.setattr(HttpLine, "ask", ask_and_tell)
 
         def listen_later() -> None:
             refused.wait(20)

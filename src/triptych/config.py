@@ -133,7 +133,7 @@ class HandoffConfig(Section, frozen=True):
     lease_ttl_s: Annotated[
         Seconds, doc("how long a producer keeps what it published for a consumer that does not answer")
     ] = 60.0
-    fetch_timeout_s: Annotated[
+    transfer_timeout_s: Annotated[
         Seconds, doc("patience with a worker of another host, beside a second for each 4 MiB, before a fetch fails")
     ] = 10.0
 
@@ -159,6 +159,12 @@ class RouterConfig(Section, frozen=True):
     probe_timeout_s: Annotated[
         Seconds, doc("a worker whose probe takes longer is taken out until one succeeds; after two it is lost")
     ] = 60.0
+    control_host: Annotated[
+        str, doc("IP address of this host at which workers of other hosts reach the router; empty: there are none")
+    ] = ""
+    control_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)], doc("port beside control_host for their messages; 0: any free one")
+    ] = 0
     drain_s: Annotated[Seconds, doc("time that running requests get when a process is told to stop")] = 30.0
 
 
@@ -202,10 +208,14 @@ class WorkerConfig(Section, frozen=True):
 
     name: str
     stages: list[Stage]
-    router_url: str
-    runtime_dir: str  # holds the unix sockets of this deployment
+    router_url: str  # unused with a join file
+    runtime_dir: str  # holds the unix sockets of this deployment, or of this host's part of it
     cores: list[int] = []  # empty: not pinned
     num_threads: int = 1  # torch threads; more than one a core loses (docs/decisions/0003)
+    join_file: str = ""  # of a deployment that spans hosts (`curve.Join`)
+    host: str = ""  # with it: the address of this host at which the others reach the worker
+    port: int = 0  # of its mailbox; 0: any free one
+    data_port: int = 0  # of its memory pool; 0: any free one
 
 
 def load(file: Path | None, overrides: dict[str, dict[str, Any]]) -> Config:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from starlette.types import ASGIApp
 
 from triptych.api.admission import Admission
@@ -20,6 +21,7 @@ from triptych.api.app import create_app
 from triptych.api.seam import RouterLike
 from triptych.api.server import ApiServer, bind, url_of
 from triptych.config import Config
+from triptych.curve import JOIN_FILE, tcp_endpoint
 from triptych.errors import ConfigError
 from triptych.observe.metrics import Metrics
 from triptych.observe.startup import describe_worker
@@ -69,13 +71,16 @@ def compose(config: Config, runtime_dir: str) -> Serving:
     from triptych.models.registry import open_model
     from triptych.prompt.layout import PromptBuilder
     from triptych.router.client import ZmqMailbox
+    from triptych.router.registration import Registration
     from triptych.router.router import Router
 
     spec = open_model(config.model.path, config.model)
     builder = PromptBuilder(spec.path, spec.family)
     metrics, admission = Metrics(), Admission(config.router.max_num_requests)
-    mailbox = ZmqMailbox(runtime_dir)
+    control = config.router.control_host
+    mailbox = ZmqMailbox(runtime_dir, tcp_endpoint(control, config.router.control_port) if control else "")
     router = Router(config, builder, spec.fingerprint, spec.served_name, spec.max_model_len, mailbox, metrics)
+    mailbox.registration = Registration(router.registry)
     metrics.watch(router.registry.workers)
     return Serving(router, create_app(router, config, metrics, admission), admission)
 
@@ -159,16 +164,23 @@ class Deployment:
         await serving.router.start()
         await self._server.start()
         self._announcer = asyncio.create_task(self._announce(serving.router), name="announce")
-        if self.placement is None:
+        if self.join_file:
             self._say(
-                f"the router listens on {self.url}; workers need --router {self.url} --runtime-dir {self.runtime_dir}"
+                f"workers of other hosts need a copy of {self.join_file}, which is a secret: "
+                f"triptych worker --join-file FILE --host THEIR_ADDRESS"
             )
+        if self.placement is None:
+            how = f"--join-file {self.join_file}" if self.join_file else f"--router {self.url}"
+            self._say(f"the router listens on {self.url}; workers need {how} --runtime-dir {self.runtime_dir}")
             return
         await self._start_workers(self.placement, serving.router)
         self._say(f"ready after {time.monotonic() - started_s:.1f} s: {self.url}")
 
     async def _start_workers(self, placement: Placement, router: RunningRouter) -> None:
         workers = placement.workers(self.url, self.runtime_dir, self._pins)
+        if self.join_file:  # the others may be on other hosts
+            host = self.config.router.control_host
+            workers = [msgspec.structs.replace(w, join_file=self.join_file, host=host) for w in workers]
         self._say(f"model {router.model_name} on {placement}, up to {router.max_model_len} tokens")
         self._say(f"runtime files in {self.runtime_dir}")
         self._supervisor = Supervisor(
@@ -222,6 +234,11 @@ class Deployment:
             await asyncio.Event().wait()
         assert self._supervisor is not None
         return await asyncio.shield(self._supervisor.failed)
+
+    @property
+    def join_file(self) -> str:
+        """Of a deployment that spans hosts, written when the router starts; else ""."""
+        return f"{self.runtime_dir}/{JOIN_FILE}" if self.config.router.control_host else ""
 
     @property
     def router(self) -> RunningRouter:

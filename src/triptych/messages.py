@@ -15,12 +15,14 @@ import msgspec
 
 from triptych.types import (
     FinishReason,
+    Heartbeat,
     ImageDecoding,
     ItemMetadata,
     Modality,
     PromptItem,
     SamplingParams,
     WorkerAddress,
+    WorkerInfo,
 )
 
 PROTOCOL_VERSION = 2
@@ -144,6 +146,14 @@ class ItemHeld(RequestMessage, frozen=True):
 
     mm_hash: str
     transfer_s: float
+
+
+class ItemLost(RequestMessage, frozen=True):
+    """The consumer could not fetch a published embedding, and waits for one from elsewhere."""
+
+    mm_hash: str
+    owner: str  # the encode worker's name
+    message: str
 
 
 class PrefillTiming(msgspec.Struct, frozen=True):
@@ -289,6 +299,13 @@ class PeerLost(Message, frozen=True):
     epoch: str
 
 
+class LinkLost(Message, frozen=True):
+    """The sender cannot reach this worker, or has lost its connection to it: what it sent there may not arrive."""
+
+    name: str
+    epoch: str
+
+
 class Drain(Message, frozen=True):
     """Take no new requests; leave when those that run are done."""
 
@@ -308,13 +325,37 @@ class BlocksChanged(Message, frozen=True):
     is_all: bool = False  # the answer to `ListBlocks`: what is not in `stored` is not cached
 
 
+# -- a worker of another host and the router; workers of the router's own host say the same over HTTP ------------------
+
+
+class Register(Message, frozen=True):
+    info: WorkerInfo
+
+
+class Beat(Message, frozen=True):
+    heartbeat: Heartbeat
+
+
+class Leave(Message, frozen=True):
+    name: str
+    epoch: str
+
+
+class Answer(Message, frozen=True):
+    """The router's word on one of these three, with HTTP's numbers: 200, 404 register (again), 409 not wanted."""
+
+    status: int
+    message: str = ""
+
+
 Body = (
     PrepareItems | EncodeItems | ItemEncoded | ItemFailed
-    | Prefill | Decode | Accepted | Refused | EmbeddingsNeeded | ItemHeld | StepOutput
+    | Prefill | Decode | Accepted | Refused | EmbeddingsNeeded | ItemHeld | ItemLost | StepOutput
     | AttemptFailed | Cancel
     | EmbeddingPublished | FetchKV | KVPublished | KVRefused | LeaseReleased
-    | Probe | Probed | PeerLost
+    | Probe | Probed | PeerLost | LinkLost
     | Drain | ListBlocks | BlocksChanged
+    | Register | Beat | Leave | Answer
 )  # fmt: skip
 
 

@@ -112,6 +112,9 @@ class LocalMailbox:
     def to_worker(self, address: WorkerAddress, body: messages.Body) -> None:
         self._network.post(address.epoch, body, self._name, self._epoch)
 
+    def forget(self, epoch: str) -> None:
+        """The network forgets for all."""
+
     def receive(self, timeout_s: float) -> list[messages.Envelope]:
         inbox = self._network.inboxes.get(self._epoch)
         if not inbox:

@@ -24,9 +24,10 @@ import torch
 from triptych import messages
 from triptych.clock import MonotonicClock
 from triptych.config import Config, WorkerConfig
+from triptych.curve import Join, load_join, tcp_endpoint
 from triptych.errors import ConfigError, TriptychError
 from triptych.handoff.leases import Leases
-from triptych.heartbeat import Heart
+from triptych.heartbeat import CurveLine, Heart, HttpLine
 from triptych.kernels import library
 from triptych.messages import (
     Decode,
@@ -70,6 +71,8 @@ class Inbox(Mail, Protocol):
     """`transport.mailbox.Mailbox`, or an in-memory twin of it in `local` or `testing`."""
 
     def receive(self, timeout_s: float) -> list[Envelope]: ...
+
+    def forget(self, epoch: str) -> None: ...
 
 
 class WakingInbox(Inbox, Protocol):
@@ -158,6 +161,7 @@ class Worker:
         elif isinstance(body, PeerLost):
             self._leases.drop_consumer(body.epoch)
             self._transport.forget(body.epoch)
+            self._mailbox.forget(body.epoch)
         elif isinstance(body, Probe):
             self._mailbox.to_router(Probed(body.probe_id, self._probe()))
         elif isinstance(body, Drain):
@@ -248,19 +252,27 @@ def run(config: Config, worker: WorkerConfig) -> None:
     if config.handoff.transport == "inproc" and set(worker.stages) != set(StageName):
         raise ConfigError(f"worker {worker.name} does not host every stage: handoff.transport must be auto")
     spec = open_model(config.model.path, config.model, needed_parts(worker.stages))
+    join = load_join(worker.join_file) if worker.join_file else None
     epoch, clock = secrets.token_hex(8), MonotonicClock()
-    size = pool_bytes(config, spec, worker.stages)
-    transport = select_transport(config.handoff, size, worker.name, epoch, worker.runtime_dir)
-    for stale in Path(worker.runtime_dir).glob(f"{worker.name}-????????.sock"):
-        stale.unlink(missing_ok=True)  # of an earlier life that was killed
-    endpoint = worker_endpoint(worker.runtime_dir, worker.name, epoch)
-    address = WorkerAddress(worker.name, epoch, endpoint, transport.pool_path)
-    mailbox = Mailbox(address, router_endpoint(worker.runtime_dir))
+    mailbox = open_mailbox(worker, epoch, join)
+    try:
+        size = pool_bytes(config, spec, worker.stages)
+        transport = select_transport(
+            config.handoff, size, worker.name, epoch, worker.runtime_dir, worker.host, worker.data_port
+        )
+    except BaseException:
+        mailbox.close()
+        raise
+    transport.on_arrival(mailbox.wake)
+    address = WorkerAddress(
+        worker.name, epoch, mailbox.endpoint, transport.pool_path, transport.data_endpoint, mailbox.key
+    )
     leases = Leases(clock, config.handoff.lease_ttl_s)
 
     def heart(loop: Worker, info: WorkerInfo) -> Heart:
         loop.on_signals()
-        return Heart(worker.router_url, info, loop.heartbeat(address), config.router.heartbeat_s, loop.abandon)
+        line = CurveLine(join, worker.name, epoch) if join else HttpLine(worker.router_url)
+        return Heart(line, info, loop.heartbeat(address), config.router.heartbeat_s, loop.abandon)
 
     try:
         serve(WorkerParts(config, spec, transport, leases, address, mailbox, clock), worker, mailbox, heart)
@@ -281,6 +293,18 @@ def serve(parts: WorkerParts, worker: WorkerConfig, mailbox: WakingInbox, attend
     finally:
         if loaded.stages.encode:
             loaded.stages.encode.close()
+
+
+def open_mailbox(worker: WorkerConfig, epoch: str, join: Join | None) -> Mailbox:
+    """Raises ConfigError for an address that is not safe to listen on, or cannot be had."""
+    if join is not None:
+        return Mailbox(worker.name, epoch, tcp_endpoint(worker.host, worker.port), join.router, join)
+    if worker.host:
+        raise ConfigError(f"worker {worker.name}: to listen on {worker.host} it needs the keys of a join file")
+    for stale in Path(worker.runtime_dir).glob(f"{worker.name}-????????.sock"):
+        stale.unlink(missing_ok=True)  # of an earlier life that was killed
+    endpoint = worker_endpoint(worker.runtime_dir, worker.name, epoch)
+    return Mailbox(worker.name, epoch, endpoint, router_endpoint(worker.runtime_dir))
 
 
 def needed_parts(stages: Sequence[StageName]) -> list[Part]:

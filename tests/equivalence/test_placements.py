@@ -124,7 +124,7 @@ async def test_other_placements_equal_the_reference(reference: Reference, placem
 
 @pytest.mark.parametrize("placement", ["1E/1P/1D", "2E/2P/2D"])
 async def test_over_tcp_equals_the_reference(reference: Reference, placement: str) -> None:
-    config = msgspec.structs.replace(_config(reference.media, chunk=64), handoff=HandoffConfig(transport="tcp"))
+    config = msgspec.structs.replace(config_of(reference.media, chunk=64), handoff=HandoffConfig(transport="tcp"))
     async with Cluster(reference.spec, config, placement, seed=6) as cluster:
         assert await _answer_all(cluster, reference, together=True) == reference.outputs
         fetched = sum(worker.transport.counters["tcp_fetched_bytes_total"] for worker in cluster.workers.values())

@@ -1,6 +1,7 @@
 """Workers over HTTP: they register, heartbeat and leave (`heartbeat.py` calls), and an operator drains one.
 
-Only loopback peers are heard: whoever may register a worker may read every prompt.
+Only loopback peers are heard: whoever may register a worker may read every prompt. Workers of a deployment that spans
+hosts use the router's encrypted mailbox instead (`router/registration.py`).
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ class Draining(msgspec.Struct, frozen=True):
     name: str
 
 
-def routes(router: RouterLike) -> list[Route]:
+def routes(router: RouterLike, spans_hosts: bool = False) -> list[Route]:
     registry = router.registry
 
     async def register(request: Request) -> Response:
         info = convert(decode_object(await _body(request)), WorkerInfo)
         try:
+            if spans_hosts:
+                raise ConfigError("this deployment spans hosts: start the worker with --join-file and --host")
             registry.register(info)
         except ConfigError as error:
             return json_response(ErrorBody(ErrorDetail(error.message, "ConflictError", error.param, 409)), 409)

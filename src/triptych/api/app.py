@@ -56,7 +56,7 @@ def create_app(router: RouterLike, config: Config, metrics: Metrics, admission: 
         *tokens.routes(parts),
         *models.routes(router),
         *state.routes(router, metrics),
-        *admin.routes(router),
+        *admin.routes(router, spans_hosts=bool(config.router.control_host)),
         openapi.route(),
     ]
     app: ASGIApp = Starlette(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -62,14 +62,19 @@ def options() -> Iterator[Option]:
             yield Option(section, field.name, hints[field.name], field.default)
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """`--config FILE`, a positional MODEL, and a flag for each field. Only what is given lands in the namespace."""
+def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """`--config FILE`, a positional MODEL, and a flag for each field. Only what is given lands in the namespace.
+
+    `without` names settings that mean nothing to the command and get no flag.
+    """
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help="the same as --model-path")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table for each section")
     every = list(options())
     counts = Counter(option.field for option in every)
     groups: dict[str, Any] = {}
     for option in every:
+        if option.key in without:
+            continue
         if option.section not in groups:
             groups[option.section] = parser.add_argument_group(option.section)
         names = [f"{option.section}_{option.field}"]

@@ -1,8 +1,11 @@
-"""`triptych worker`: one worker process that joins a router of this host."""
+"""`triptych worker`: one worker process that joins a router, of this host or, with its join file, of another."""
 
 from __future__ import annotations
 
 import argparse
+import tempfile
+
+import msgspec
 
 from triptych.cli.options import add_config_flags, load_config
 from triptych.config import WorkerConfig
@@ -15,15 +18,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("worker", help="run one worker", allow_abbrev=False, description=__doc__)
     parser.add_argument("--stages", required=True, metavar="LIST", help="of encode, prefill, decode, with commas")
     parser.add_argument("--name", required=True, help="unlike every other worker's of the router")
-    parser.add_argument("--router", required=True, metavar="URL", help="URL of the router's API")
-    parser.add_argument("--runtime-dir", required=True, metavar="DIR", help="the router's directory of unix sockets")
+    parser.add_argument("--router", default="", metavar="URL", help="on the router's host: URL of its API")
+    parser.add_argument(
+        "--runtime-dir", default="", metavar="DIR", help="directory of unix sockets; on the router's host, the router's"
+    )
+    parser.add_argument("--join-file", default="", metavar="FILE", help="a copy of the file that the router wrote")
+    parser.add_argument("--host", default="", metavar="ADDRESS", help="with it: IP address at which others reach us")
+    parser.add_argument("--port", type=int, default=0, help="port for messages there (default: any free one)")
+    parser.add_argument("--data-port", type=int, default=0, help="port for embeddings and KV (default: any free one)")
     parser.add_argument("--cores", default="", metavar="CORES", help="cores to stay on, as 0,2-3 (default: any)")
-    add_config_flags(parser)
+    add_config_flags(parser, without=("api.host", "api.port"))  # a worker has no API
     parser.set_defaults(run=run)
 
 
 def worker_config(args: argparse.Namespace) -> WorkerConfig:
-    """Raises ConfigError for stages or cores that cannot be read."""
+    """Raises ConfigError for stages or cores that cannot be read, and where the way to the router is not clear."""
     try:
         stages = [Stage(name) for name in dict.fromkeys(args.stages.split(","))]
     except ValueError:
@@ -32,6 +41,10 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
         cores = parse_cores(args.cores) if args.cores else []
     except ValueError:
         raise ConfigError(f"--cores {args.cores}: not a list such as 0,2-3") from None
+    if bool(args.join_file) != bool(args.host):
+        raise ConfigError("--join-file and --host go together: others reach a worker only with keys, and at an address")
+    if not args.join_file and not (args.router and args.runtime_dir):
+        raise ConfigError("a worker needs --router and --runtime-dir, or --join-file and --host")
     return WorkerConfig(
         name=args.name,
         stages=stages,
@@ -39,6 +52,10 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
         runtime_dir=args.runtime_dir,
         cores=cores,
         num_threads=max(1, len(cores)),
+        join_file=args.join_file,
+        host=args.host,
+        port=args.port,
+        data_port=args.data_port,
     )
 
 
@@ -51,5 +68,6 @@ def run(args: argparse.Namespace) -> int:
     logging.set_up(config.api.log_level)
     from triptych.worker import run as run_worker
 
-    run_worker(config, worker)
+    with tempfile.TemporaryDirectory(prefix="tri-") as private:  # for the socket of its memory pool
+        run_worker(config, msgspec.structs.replace(worker, runtime_dir=worker.runtime_dir or private))
     return 0

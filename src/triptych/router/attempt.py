@@ -38,6 +38,13 @@ class Lost(NamedTuple):
     address: WorkerAddress
 
 
+class Cut(NamedTuple):
+    """Two workers, by name, lost their connection: what one sent to the other may not arrive."""
+
+    name: str
+    other: str
+
+
 class _OpenItem(NamedTuple):
     """An item that was demanded and that its consumer does not hold yet."""
 
@@ -75,7 +82,7 @@ class Attempt:
         self._deadline_s = deadline_s
         self._max_encodes = parts.config.max_attempts
         self._eager = parts.eager_encode
-        self._inbox: asyncio.Queue[FromWorker | Lost] = asyncio.Queue()
+        self._inbox: asyncio.Queue[FromWorker | Lost | Cut] = asyncio.Queue()
         self._failures: dict[str, list[str]] = {}  # by item: the encode workers that failed it
         self._open: dict[str, _OpenItem] = {}
         self._involved: dict[str, WorkerAddress] = {}  # by epoch: everyone who may hold something of this attempt
@@ -85,7 +92,7 @@ class Attempt:
         self._early: dict[int, TokenOutput] = {}  # by index: outputs that overtook an earlier one
         self._decode_began = False
 
-    def deliver(self, event: FromWorker | Lost) -> None:
+    def deliver(self, event: FromWorker | Lost | Cut) -> None:
         self._inbox.put_nowait(event)
 
     # -- the way through the plan --------------------------------------------------------------------------------------
@@ -104,6 +111,8 @@ class Attempt:
             event = await self._next_event()
             if isinstance(event, Lost):
                 self._on_lost(event.address)
+            elif isinstance(event, Cut):
+                self._on_cut(event)
             elif isinstance(event.message, TokenOutput):
                 self._early[event.message.index] = event.message
             else:
@@ -123,7 +132,7 @@ class Attempt:
             if self._registry.find(worker.name, worker.address.epoch) is None:
                 raise WorkerLostError(f"{worker.name} was lost before the attempt began")
 
-    async def _next_event(self) -> FromWorker | Lost:
+    async def _next_event(self) -> FromWorker | Lost | Cut:
         left_s = self._deadline_s - self._clock.now()
         try:
             # Not wait_for: in Python 3.11 it swallows a cancel that comes together with a message.
@@ -176,6 +185,9 @@ class Attempt:
                     self._metrics.encode_avoided(message.source)
             case messages.ItemFailed():
                 self._on_item_failed(sender, message)
+            case messages.ItemLost():
+                self._registry.cut(sender, message.owner)
+                self._on_item_lost(message.mm_hash, message.owner, sender, message.message)
             case messages.ItemHeld():
                 self._on_item_held(sender, message)
             case messages.AttemptFailed():
@@ -235,7 +247,7 @@ class Attempt:
                 mm_hash=mm_hash,
                 num_embeds=self._media[mm_hash].metadata.num_embeds,
                 consumer=consumer.name,
-                avoid=self._failures.get(mm_hash, ()),
+                avoid=[*self._failures.get(mm_hash, ()), *self._registry.cut_off_from(consumer.name)],
                 start=lambda encoder: self._encode_at(encoder, mm_hash, consumer),
                 priority=self._request.priority,
             )
@@ -277,6 +289,23 @@ class Attempt:
             raise MediaError(message.message, param=self._media[message.mm_hash].param)
         if message.mm_hash in self._open:
             self._encode_elsewhere(message.mm_hash, sender, message.message)
+
+    def _on_item_lost(self, mm_hash: str, encoder: str, consumer: str, reason: str) -> None:
+        """The consumer does not get it from there. It may be on its way from elsewhere already."""
+        item = self._open.get(mm_hash)
+        if item is None or item.encoder is None:
+            return
+        if (item.encoder.name, item.consumer.name) == (encoder, consumer):
+            self._encode_elsewhere(mm_hash, encoder, reason)
+
+    def _on_cut(self, cut: Cut) -> None:
+        """Raises WorkerLostError when KV was to go between the two."""
+        reason = f"{cut.name} and {cut.other} cannot reach each other"
+        if {self.plan.prefill.name, self.plan.decode.name} == set(cut) and not self._decode_began:
+            raise WorkerLostError(reason)
+        for mm_hash in list(self._open):
+            self._on_item_lost(mm_hash, cut.name, cut.other, reason)
+            self._on_item_lost(mm_hash, cut.other, cut.name, reason)
 
     def _on_lost(self, address: WorkerAddress) -> None:
         """Raises WorkerLostError when the plan cannot go on without the worker."""

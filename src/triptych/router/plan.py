@@ -36,7 +36,9 @@ def make_plan(prompt: Prompt, cache_salt: str, registry: Registry, prefixes: Pre
     if Stage.DECODE in prefill.info.stages:
         decode = prefill  # the KV is there already
     else:
-        workers = {worker.name: worker for worker in registry.require(Stage.DECODE)}
+        decoders, cut_off = registry.require(Stage.DECODE), registry.cut_off_from(prefill.name)
+        workers = {worker.name: worker for worker in decoders if worker.name not in cut_off}
+        workers = workers or {worker.name: worker for worker in decoders}
         decode = workers[most_room({name: w.decode_load for name, w in workers.items()}, len(prompt.token_ids))]
     if prompt.items:
         registry.require(Stage.ENCODE)

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 SECONDS_AN_EMBED = 2e-3
 SECONDS_A_PROMPT_TOKEN = 1.2e-3
 LATE_S = 0.5  # between two sweeps
+CUT_S = 30.0  # then a link is tried again
 
 
 class RegisteredWorker:
@@ -86,6 +87,7 @@ class Registry:
         self._swept_s = clock.now()
         self._workers: dict[str, RegisteredWorker] = {}
         self._lost_epochs: set[str] = set()
+        self._cut_until_s: dict[frozenset[str], float] = {}  # by the names of two workers
 
     def register(self, info: WorkerInfo) -> None:
         """Raises ConfigError for a worker that embeddings and KV must not be exchanged with, and for a life that was
@@ -163,6 +165,16 @@ class Registry:
         self._lost_epochs.add(worker.address.epoch)
         logger.log(level, "worker=%s epoch=%s lost: %s", worker.name, worker.address.epoch, reason)
         self._on_lost(worker.address)
+
+    def cut(self, name: str, other: str) -> None:
+        """The two cannot reach each other; nothing is planned over that link for a while."""
+        self._cut_until_s[frozenset((name, other))] = self._clock.now() + CUT_S
+
+    def cut_off_from(self, name: str) -> list[str]:
+        """Workers that this one cannot reach."""
+        now = self._clock.now()
+        self._cut_until_s = {pair: until_s for pair, until_s in self._cut_until_s.items() if until_s > now}
+        return [other for pair in self._cut_until_s if name in pair for other in pair - {name}]
 
     def find(self, name: str, epoch: str) -> RegisteredWorker | None:
         worker = self._workers.get(name)

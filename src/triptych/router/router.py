@@ -21,7 +21,7 @@ from triptych.prompt.detokenize import IncrementalDetokenizer
 from triptych.prompt.layout import PromptBuilder
 from triptych.prompt.tool_calls import ToolCallParser
 from triptych.prompt.vocabulary import Vocabulary
-from triptych.router.attempt import FromWorker, Lost
+from triptych.router.attempt import Cut, FromWorker, Lost
 from triptych.router.choice import Attempts, Choice, run_side_by_side
 from triptych.router.client import RouterMailbox
 from triptych.router.constraints import call_format, constrain
@@ -206,6 +206,8 @@ class Router:
             self.prefixes.changed(envelope.epoch, body)
         elif isinstance(body, messages.Probed):
             self._probes.answered(envelope.sender, body)
+        elif isinstance(body, messages.LinkLost):
+            self._link_lost(envelope.sender, body.name)
         elif isinstance(body, messages.RequestMessage):
             self._deliver(envelope.sender, body)
 
@@ -228,6 +230,11 @@ class Router:
         self.prefixes.forget(address.epoch)
         for attempt in self._attempts.values():
             attempt.deliver(Lost(address))
+
+    def _link_lost(self, name: str, other: str) -> None:
+        self.registry.cut(name, other)
+        for attempt in self._attempts.values():
+            attempt.deliver(Cut(name, other))
 
     async def _sweep(self) -> None:
         while True:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from triptych.clock import Clock
 from triptych.engine.engine import Engine
 from triptych.engine.request_state import RequestKey, RequestState
-from triptych.errors import TransferError
+from triptych.errors import LinkError, TransferError
 from triptych.handoff.arriving import Arriving
 from triptych.handoff.kv import KVMemory, fetch_blocks, skip_blocks
 from triptych.messages import (
@@ -20,6 +20,7 @@ from triptych.messages import (
     KVPublished,
     KVRefused,
     LeaseReleased,
+    LinkLost,
     Refusal,
     Refused,
 )
@@ -42,8 +43,9 @@ class _Transfer:
 class _Import:
     """The KV of one request on its way from a prefill worker, until the first token that is sampled here."""
 
-    def __init__(self, request: RequestState, now: float) -> None:
+    def __init__(self, request: RequestState, source: WorkerAddress, now: float) -> None:
         self.request = request
+        self.source = source
         self.started_s = now
         self.arrived_s = now
         self.submitted = False
@@ -79,7 +81,7 @@ class DecodeStage:
             self._mail.to_router(Refused(message.request_id, message.attempt, Refusal.TOO_LONG, refusal))
             return
         request = self._requests.build(message, kv_from_elsewhere=True)
-        self._imports[request.key] = _Import(request, self._clock.now())
+        self._imports[request.key] = _Import(request, message.source, self._clock.now())
         fetch = FetchKV(message.request_id, message.attempt, consumer=self._address)
         self._mail.to_worker(message.source, fetch)
 
@@ -150,6 +152,9 @@ class DecodeStage:
 
     def _fail(self, arrival: _Import, error: Exception) -> None:
         self.counters["kv_transfer_failures_total"] += 1
+        if isinstance(error, LinkError):
+            source = arrival.source
+            self._mail.to_router(LinkLost(source.name, source.epoch))
         self._give_up(arrival.request.key, f"KV of the prompt did not arrive: {error}")
 
     def _release(self, message: KVPublished) -> None:

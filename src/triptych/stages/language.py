@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from triptych.clock import Clock
 from triptych.engine.engine import Engine, Sampled, StepError
 from triptych.engine.request_state import RequestKey, RequestState
-from triptych.errors import TransferError
+from triptych.errors import LinkError, TransferError
 from triptych.handoff.arriving import Arriving
 from triptych.handoff.embedding import fetch_embedding
 from triptych.messages import (
@@ -23,6 +23,7 @@ from triptych.messages import (
     EmbeddingPublished,
     FetchKV,
     ItemHeld,
+    ItemLost,
     KVPublished,
     KVRefused,
     LeaseReleased,
@@ -124,7 +125,11 @@ class LanguageStage:
         except (TransferError, ValueError) as error:
             logger.warning("request_id=%s item=%s embedding lost: %s", key.request_id, message.mm_hash[:12], error)
             self.counters["embed_transfer_failures_total"] += 1
-            self._engine.forget_demand(key, message.mm_hash)
+            if isinstance(error, LinkError):  # to ask anew would bring it from the same worker
+                lost = ItemLost(*key, mm_hash=message.mm_hash, owner=message.handle.owner.name, message=str(error))
+                self._mail.to_router(lost)
+            else:
+                self._engine.forget_demand(key, message.mm_hash)
         else:
             duration_s = self._clock.now() - arrival.started_s
             self.counters["embed_transfer_time_seconds_total"] += duration_s

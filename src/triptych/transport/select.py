@@ -32,8 +32,8 @@ def select_transport(
         return InProcTransport(epoch, pool_bytes)
     if kind == "tcp":
         local = InProcTransport(epoch, pool_bytes)
-        return TcpTransport(local, epoch, host or LOOPBACK, port, always=True, patience_s=config.fetch_timeout_s)
+        return TcpTransport(local, epoch, host or LOOPBACK, port, always=True, patience_s=config.transfer_timeout_s)
     shared = ShmTransport(name, epoch, pool_bytes, runtime_dir)
     if kind == "shm" or not host:
         return shared
-    return TcpTransport(shared, epoch, host, port, patience_s=config.fetch_timeout_s)
+    return TcpTransport(shared, epoch, host, port, patience_s=config.transfer_timeout_s)
