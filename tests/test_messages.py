@@ -172,8 +172,8 @@ def test_the_version_hash_tells_unlike_builds_apart(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("reason", list(messages.Refusal))
-def test_only_a_prompt_that_is_too_long_is_refused_for_good(reason: messages.Refusal) -> None:
-    assert reason.retryable == (reason is not messages.Refusal.TOO_LONG)
+def test_only_a_prompt_that_is_too_long_or_impossible_is_refused_for_good(reason: messages.Refusal) -> None:
+    assert reason.retryable == (reason not in (messages.Refusal.TOO_LONG, messages.Refusal.INVALID))
 
 
 if __name__ == "__main__":

@@ -45,10 +45,11 @@ class Refusal(StrEnum):
     DRAINING = "draining"
     TOO_LONG = "too_long"
     STAGE_NOT_HOSTED = "stage_not_hosted"
+    INVALID = "invalid"  # it contradicts itself, or what the model is
 
     @property
     def retryable(self) -> bool:
-        return self is not Refusal.TOO_LONG
+        return self not in (Refusal.TOO_LONG, Refusal.INVALID)
 
 
 # -- router to encode worker, and back ---------------------------------------------------------------------------------

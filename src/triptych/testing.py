@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -58,7 +59,10 @@ class LocalNetwork:
 
     def post(self, epoch: str, body: messages.Body, sender: str, sender_epoch: str) -> None:
         self.num_sent[type(body).__name__] += 1
-        frame = messages.encode(body, sender, sender_epoch)
+        self.deliver(epoch, messages.encode(body, sender, sender_epoch), sender_epoch)
+
+    def deliver(self, epoch: str, frame: bytes, sender_epoch: str) -> None:
+        """Put any bytes into a mailbox."""
         if epoch in self.inboxes:
             self.inboxes[epoch].append(frame)
         elif epoch == ROUTER:
@@ -71,8 +75,9 @@ class LocalNetwork:
             frames = self._to_router[sender_epoch]
             for _ in range(rng.randint(0, len(frames))):
                 delivered = True
-                if self.on_envelope is not None:
-                    self.on_envelope(messages.decode(frames.popleft()))
+                envelope = _decoded(frames.popleft())
+                if self.on_envelope is not None and envelope is not None:
+                    self.on_envelope(envelope)
             if not frames:
                 del self._to_router[sender_epoch]
         return delivered or bool(self._to_router)
@@ -122,8 +127,19 @@ class LocalMailbox:
         frames, received = list(inbox), []
         inbox.clear()
         for frame in frames:
-            received.append(messages.decode(frame))
+            envelope = _decoded(frame)
+            if envelope is not None:
+                received.append(envelope)
         return received
+
+
+def _decoded(frame: bytes) -> messages.Envelope | None:
+    """None for what a mailbox between processes drops."""
+    try:
+        envelope = messages.decode(frame)
+    except msgspec.DecodeError:
+        return None
+    return envelope if envelope.version == messages.PROTOCOL_VERSION else None
 
 
 # -- models that are formulas ------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Net:
             return {}
 
     def counter(self, name: str) -> float:
-        return sum(worker["counters"].get(name, 0.0) for worker in self.workers().values())
+        return float(sum(worker["counters"].get(name, 0.0) for worker in self.workers().values()))
 
     def ask(self, seed: int, max_tokens: int = MAX_TOKENS) -> str:
         response = self.request(

@@ -106,7 +106,7 @@ async def test_a_cancel_that_comes_together_with_a_message_is_not_lost(world: Wo
         cluster.network.on_envelope = None  # the router hears nothing but what follows
         task = asyncio.create_task(answer(cluster, world.request("r")))
         await until(lambda: cluster.network.num_sent["Accepted"] > 0)
-        held = messages.ItemHeld("r", 0, mm_hash="x", transfer_s=0.0)
+        held = messages.EmbeddingsNeeded("r", 0, mm_hashes=[])
         cluster.router._attempts["r", 0].deliver(FromWorker("epd-0", held))
         for _ in range(num_turns):
             await asyncio.sleep(0)

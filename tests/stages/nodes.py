@@ -244,7 +244,7 @@ class LanguageNode(Node):
             clock,
             self._demand,
         )
-        requests = RequestFactory(_positions, BLOCK_SIZE, MAX_MODEL_LEN, clock)
+        requests = RequestFactory(_positions, BLOCK_SIZE, MAX_MODEL_LEN, VOCAB, clock)
         prefill = decode = None
         if Stage.PREFILL in stages:
             kv = KVProducer(memory, self.leases, self.address)
@@ -252,7 +252,7 @@ class LanguageNode(Node):
         if Stage.DECODE in stages:
             decode = DecodeStage(self.engine, requests, memory, self.address, self.mail, clock)
         self.stage = LanguageStage(
-            self.engine, prefill, decode, self.transport, self.mail, clock, lambda: None, layout.num_bytes
+            self.engine, prefill, decode, self.transport, self.mail, clock, lambda: None, layout.num_bytes, WIDTH
         )
         self._routes = self.stage.routes()
 

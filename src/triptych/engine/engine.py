@@ -131,6 +131,11 @@ class Engine:
         """Whether a live request waits for it and it is not here."""
         return mm_hash not in self.embeddings and any(mm_hash in r.demanded for r in self._requests())
 
+    def num_embeds_of(self, mm_hash: str) -> int:
+        """Of an item that a live request waits for; 0 when none does."""
+        items = (item for r in self._requests() if mm_hash in r.demanded for item in r.items)
+        return next((item.metadata.num_embeds for item in items if item.mm_hash == mm_hash), 0)
+
     def add_embedding(self, mm_hash: str, embedding: torch.Tensor) -> None:
         """An embedding arrived; every request that waits for it may go on."""
         self.embeddings.put(mm_hash, embedding, embedding.numel() * embedding.element_size())

@@ -32,6 +32,9 @@ class ComputeMailbox:
         """There is one worker, so it writes to itself: a stage to another one."""
         self.put(messages.encode(body, self._address.name, self._address.epoch))
 
+    def forget(self, epoch: str) -> None:
+        """There is no other worker."""
+
     def put(self, frame: bytes) -> None:
         self._frames.put(frame)
 

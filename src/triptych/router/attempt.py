@@ -18,7 +18,8 @@ from triptych.errors import (
     MediaError,
     WorkerLostError,
 )
-from triptych.messages import EncodeSource, RequestMessage, TokenOutput
+from triptych.messages import EncodeSource, Refusal, RequestMessage, TokenOutput
+from triptych.router.checks import why_impossible
 from triptych.router.encode_queue import EncodeJob
 from triptych.router.marks import RequestMarks
 from triptych.router.parts import RouterParts
@@ -109,6 +110,8 @@ class Attempt:
         next_index = len(output_ids)
         while True:
             event = await self._next_event()
+            if isinstance(event, FromWorker):
+                self._require_possible(event)
             if isinstance(event, Lost):
                 self._on_lost(event.address)
             elif isinstance(event, Cut):
@@ -125,6 +128,12 @@ class Attempt:
                 yield output
                 if output.finish_reason is not None:
                     return
+
+    def _require_possible(self, event: FromWorker) -> None:
+        """Raises EngineError for what no worker of this build says."""
+        sender, message = event
+        if reason := why_impossible(message, self._media, self._num_kv_tokens):
+            raise EngineError(f"{sender} sent {type(message).__name__} that cannot be: {reason}")
 
     def _require_plan(self) -> None:
         """A worker may be lost between the plan and now; of that `deliver` told nobody, and nobody else will."""
@@ -175,6 +184,8 @@ class Attempt:
                     self._leaves(sender)
                 if message.reason.retryable:
                     raise WorkerLostError(f"{sender} refused the request: {message.message}")
+                if message.reason is Refusal.INVALID:  # of our own making
+                    raise EngineError(f"{sender} refused the request: {message.message}")
                 raise BadRequestError(message.message)
             case messages.EmbeddingsNeeded():
                 self._on_embeddings_needed(sender, message.mm_hashes)

@@ -168,7 +168,9 @@ def build_language(
         parts.clock,
         demand,
     )
-    requests = RequestFactory(parts.spec.family.positions, config.engine.block_size, parts.max_model_len, parts.clock)
+    requests = RequestFactory(
+        parts.spec.family.positions, config.engine.block_size, parts.max_model_len, text.vocab, parts.clock
+    )
     prefill = decode = None
     if Stage.PREFILL in stages:
         kv = KVProducer(memory, parts.leases, parts.address)
@@ -178,5 +180,13 @@ def build_language(
     if Stage.DECODE in stages:
         decode = DecodeStage(engine, requests, memory, parts.address, parts.mail, parts.clock)
     return LanguageStage(
-        engine, prefill, decode, parts.transport, parts.mail, parts.clock, probe, memory.layout.num_bytes
+        engine,
+        prefill,
+        decode,
+        parts.transport,
+        parts.mail,
+        parts.clock,
+        probe,
+        memory.layout.num_bytes,
+        parts.spec.embed_width,
     )

@@ -21,10 +21,10 @@ from triptych.messages import (
     KVRefused,
     LeaseReleased,
     LinkLost,
-    Refusal,
     Refused,
 )
 from triptych.stages.base import Mail
+from triptych.stages.checks import require_next_blocks
 from triptych.stages.requests import RequestFactory
 from triptych.types import WorkerAddress
 
@@ -51,6 +51,8 @@ class _Import:
         self.submitted = False
         self.waiting: list[KVPublished] = []  # leased, and not fetched before the engine has blocks for it
         self.transfers: list[_Transfer] = []  # in the order of their tokens; they may land in another
+        self.next_block = 0  # the first that was not published yet
+        self.is_complete = False  # the last message, with the first token, has come
 
 
 class DecodeStage:
@@ -76,11 +78,13 @@ class DecodeStage:
         )  # fmt: skip
 
     def accept(self, message: Decode) -> None:
-        refusal = self._requests.refuse(message)
-        if refusal is not None:
-            self._mail.to_router(Refused(message.request_id, message.attempt, Refusal.TOO_LONG, refusal))
+        key = RequestKey(message.request_id, message.attempt)
+        if key in self._imports or self._engine.scheduler.get(key) is not None:
+            return  # a second one of the same attempt
+        request = self._requests.accept(message, kv_from_elsewhere=True)
+        if isinstance(request, Refused):
+            self._mail.to_router(request)
             return
-        request = self._requests.build(message, kv_from_elsewhere=True)
         self._imports[request.key] = _Import(request, message.source, self._clock.now())
         fetch = FetchKV(message.request_id, message.attempt, consumer=self._address)
         self._mail.to_worker(message.source, fetch)
@@ -91,6 +95,16 @@ class DecodeStage:
         if arrival is None:
             self._release(message)
             return
+        try:
+            num_tokens, vocab = len(arrival.request.token_ids), self._requests.vocab
+            size, is_complete = self._requests.block_size, arrival.is_complete
+            require_next_blocks(message, arrival.next_block, num_tokens, size, vocab, is_complete)
+        except ValueError as error:
+            self._release(message)
+            self._fail(arrival, error)
+            return
+        arrival.next_block = message.handle.first_block + len(message.handle.blocks)
+        arrival.is_complete = message.first_token_id is not None
         arrival.waiting.append(message)
         if not arrival.submitted:
             arrival.submitted = True

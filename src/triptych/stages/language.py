@@ -66,6 +66,7 @@ class LanguageStage:
         clock: Clock,
         probe: Callable[[], None],
         kv_bytes: int,
+        embed_width: int,
     ) -> None:
         self._engine = engine
         self._prefill = prefill
@@ -75,6 +76,7 @@ class LanguageStage:
         self._clock = clock
         self._probe = probe
         self.kv_bytes = kv_bytes
+        self._embed_width = embed_width
         self._arrivals: list[_Arrival] = []
         self.is_prefilling = False  # the last step computed tokens of a prompt
         self.counters: dict[str, float] = dict.fromkeys(
@@ -114,6 +116,7 @@ class LanguageStage:
         try:
             if self._engine.wants_embedding(message.mm_hash):
                 if arrival.arriving is None and not self._is_coming(message.mm_hash):
+                    self._require_shape(message)
                     arrival.arriving = fetch_embedding(self._transport, message.handle)
                 if arrival.arriving is None or not arrival.arriving.done:
                     return False
@@ -136,6 +139,12 @@ class LanguageStage:
             self._mail.to_router(ItemHeld(*key, mm_hash=message.mm_hash, transfer_s=duration_s))
         self._mail.to_worker(message.handle.owner, LeaseReleased(message.handle.lease_id))
         return True
+
+    def _require_shape(self, message: EmbeddingPublished) -> None:
+        """Raises ValueError for an embedding that is not of the item that a request here waits for."""
+        expected = (self._engine.num_embeds_of(message.mm_hash), self._embed_width)
+        if message.handle.shape != expected:
+            raise ValueError(f"an embedding of shape {list(message.handle.shape)}, not {list(expected)}")
 
     def _is_coming(self, mm_hash: str) -> bool:
         """Another request's fetch of the same item runs."""

@@ -18,7 +18,6 @@ from triptych.messages import (
     KVRefused,
     ListBlocks,
     Prefill,
-    Refusal,
     Refused,
 )
 from triptych.stages.base import Mail
@@ -63,13 +62,15 @@ class PrefillStage:
         self.counters: dict[str, float] = {"kv_transfer_blocks_sent_total": 0.0, "kv_transfer_bytes_sent_total": 0.0}
 
     def accept(self, message: Prefill) -> None:
-        refusal = self._requests.refuse(message)
-        if refusal is not None:
-            self._mail.to_router(Refused(message.request_id, message.attempt, Refusal.TOO_LONG, refusal))
-            return
-        request = self._requests.build(
+        key = RequestKey(message.request_id, message.attempt)
+        if key in self._exports or self._engine.scheduler.get(key) is not None:
+            return  # a second one of the same attempt
+        request = self._requests.accept(
             message, decode_elsewhere=message.decode_elsewhere, has_siblings=message.has_siblings
         )
+        if isinstance(request, Refused):
+            self._mail.to_router(request)
+            return
         num_cached_tokens, needed = self._engine.submit(request)
         if message.decode_elsewhere:
             self._exports[request.key] = _Export(request)
