@@ -44,7 +44,16 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSIT
 IDS = [str(page.relative_to(REPOSITORY)) for page in PAGES]
 
 MADE_WHILE_RUNNING = re.compile(r"demo-output/|\.venv|/tmp/")
-NOT_HERE = {"store/", "bench/", "sim/", "config.json", "preprocessor_config.json", "tokenizer.json"}
+NOT_HERE = {
+    "join.json",
+    "keys.json",
+    "store/",
+    "bench/",
+    "sim/",
+    "config.json",
+    "preprocessor_config.json",
+    "tokenizer.json",
+}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 URL = "http://127.0.0.1:8000"  # in the examples
 

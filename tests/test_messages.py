@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -138,6 +139,12 @@ def test_every_message_has_golden_bytes() -> None:
     """Fails when a message is added to `Body` without an example here."""
     kinds = {kind.__name__ for kind in get_args(Body)}
     assert kinds == {name_of(body) for body in EXAMPLES} == set(golden())
+
+
+def test_every_message_is_in_the_page_on_the_protocol() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(rows) == sorted(kind.__name__ for kind in get_args(Body))
 
 
 def test_an_unknown_message_is_refused() -> None:

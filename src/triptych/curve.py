@@ -23,7 +23,7 @@ from triptych.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-JOIN_FILE, KEY_FILE = "join.json", "router.key"
+JOIN_FILE, KEY_FILE = "join.json", "keys.json"
 HANDSHAKE_MS = 10_000
 _ZAP = "inproc://zeromq.zap.01"  # fixed by the protocol, rfc.zeromq.org/spec/27
 _DOMAIN = b"triptych"
