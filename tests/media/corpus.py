@@ -26,6 +26,8 @@ from .hostile import (
     in_jpeg,
     in_png,
     lying_avif,
+    png_of_exif_in_text,
+    png_of_late_exif,
     progressive_jpeg,
     riff_chunk,
     rle_bmp,
@@ -264,6 +266,8 @@ def hostile() -> Iterator[Sample]:
         "webp of unknown chunks": webp(webp_canvas(64, 48, 0), riff_chunk(b"abcd", bytes(99)) * 9),
         "png of a wrong checksum": PNG[:40] + bytes([PNG[40] ^ 1]) + PNG[41:],
         "avif that lies about its size": lying_avif(),  # its decoder scales what it finds
+        "png of late exif": png_of_late_exif(),
+        "png of exif in text": png_of_exif_in_text(),
         "jpeg of two pictures": JPEG + JPEG,
         "png and jpeg": PNG + JPEG,
     }

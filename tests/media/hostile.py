@@ -130,6 +130,19 @@ def _repeat(piece: bytes) -> bytes:
     return piece * (SIZE // len(piece))
 
 
+def _orientations() -> bytes:
+    """EXIF whose orientation is three million numbers."""
+    return exif((274, 3, SIZE // 2, 26), behind=b"\6\0" * (SIZE // 2))[6:]
+
+
+def png_of_late_exif() -> bytes:
+    return PNG[:-12] + png_chunk(b"eXIf", _orientations()) + PNG[-12:]
+
+
+def png_of_exif_in_text() -> bytes:
+    return in_png(png_chunk(b"tEXt", b"Raw profile type exif\0\nexif\n 9\n" + _orientations().hex().encode()))
+
+
 # Refused for what their header would cost; everything else about them may be right.
 COSTLY_HEADERS: dict[str, Callable[[], bytes]] = {
     "png of empty chunks": lambda: in_png(_repeat(png_chunk(b"abCd", b""))),

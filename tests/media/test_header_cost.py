@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 from PIL import Image
@@ -12,7 +13,16 @@ from triptych.errors import MediaError
 from triptych.media.probe import probe_image
 from triptych.types import ImageSize
 
-from .hostile import COSTLY_HEADERS, SIZE, in_gif, in_jpeg, in_png, progressive_jpeg
+from .hostile import (
+    COSTLY_HEADERS,
+    SIZE,
+    in_gif,
+    in_jpeg,
+    in_png,
+    png_of_exif_in_text,
+    png_of_late_exif,
+    progressive_jpeg,
+)
 from .pictures import encoded, exif_orientation, noise, png_chunk, red_left_edge
 
 LIMITS = MediaConfig()
@@ -56,3 +66,19 @@ def test_what_follows_a_jpegs_end_does_not_count() -> None:
     """A phone's moving picture is a JPEG with a film behind it, whose bytes now and then look like scans."""
     content = encoded(red_left_edge(64, 48), "JPEG") + b"\xff\xda" * 5000
     assert probe_image(content, LIMITS) == ImageSize(64, 48)
+
+
+@pytest.mark.parametrize("make", [png_of_late_exif, png_of_exif_in_text])
+def test_exif_that_is_too_long_is_not_read(make: Callable[[], bytes]) -> None:
+    content = make()
+    tracemalloc.start()
+    try:
+        assert probe_image(content, LIMITS) == ImageSize(64, 48)
+        assert tracemalloc.get_traced_memory()[1] < 8 * SIZE  # its numbers alone would be more
+    finally:
+        tracemalloc.stop()
+
+
+def test_exif_in_a_text_of_a_png_counts() -> None:
+    text = b"Raw profile type exif\0\nexif\n 9\n" + exif_orientation(6).tobytes().hex().encode()
+    assert probe_image(in_png(png_chunk(b"tEXt", text)), LIMITS) == ImageSize(48, 64)

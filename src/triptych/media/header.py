@@ -13,8 +13,8 @@ import zlib
 from io import BytesIO
 
 from PIL import (
-    AvifImagePlugin,  # noqa: F401 - importing a plug-in registers it; Pillow would else import all forty
-    BmpImagePlugin,  # noqa: F401
+    AvifImagePlugin,
+    BmpImagePlugin,  # noqa: F401 - importing a plug-in registers it; Pillow would else import all forty
     ExifTags,
     GifImagePlugin,  # noqa: F401
     Image,
@@ -26,7 +26,7 @@ from PIL import (
 )
 
 from triptych.errors import MediaError
-from triptych.media.header_cost import check_header_cost
+from triptych.media.header_cost import MAX_METADATA_BYTES, check_header_cost
 from triptych.types import ImageSize
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -36,6 +36,8 @@ PILLOW_ERRORS = (
     OSError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, EOFError, ArithmeticError, RuntimeError,
     MemoryError, struct.error, zlib.error,
 )  # fmt: skip
+
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # an encode worker has the cores that it is given
 
 # Pillow's own limit warns at one size and raises at twice that; ours is a setting that `probe_image` checks.
 Image.MAX_IMAGE_PIXELS = None
@@ -57,6 +59,7 @@ _OTHER_TYPES = (
     (re.compile(rb"\0\0\0\x0cjP  "), "image/jp2"),
 )
 _SNIFF_BYTES = 4096
+_PNG_TEXT_EXIF = "Raw profile type exif"  # where it was kept before PNG had a chunk for it
 
 
 def open_image(content: bytes, max_pixels: int) -> Image.Image:
@@ -81,9 +84,10 @@ def reason_of(error: Exception) -> str:
 
 def orientation_of(image: Image.Image, content: bytes) -> int:
     """EXIF orientation 1-8 of an image that is open and not loaded; 1 where there is none or it is damaged."""
-    if isinstance(image, PngImagePlugin.PngImageFile) and "exif" not in image.info:
-        exif = _late_png_exif(content)
-        if exif is not None:
+    if isinstance(image, PngImagePlugin.PngImageFile):
+        if len(image.info.get(_PNG_TEXT_EXIF, "")) > 2 * MAX_METADATA_BYTES:  # in hexadecimal
+            del image.info[_PNG_TEXT_EXIF]
+        if "exif" not in image.info and (exif := _late_png_exif(content)) is not None:
             image.info["exif"] = exif
     try:
         # The base class's method: PNG's own one decodes the whole image to look for EXIF behind the pixels.
@@ -107,7 +111,7 @@ def _late_png_exif(content: bytes) -> bytes | None:
         return None
     length = int.from_bytes(content[at - 4 : at], "big")
     end = at + 4 + length
-    if zlib.crc32(content[at:end]) != int.from_bytes(content[end : end + 4], "big"):
+    if length > MAX_METADATA_BYTES or zlib.crc32(content[at:end]) != int.from_bytes(content[end : end + 4], "big"):
         return None
     return b"Exif\0\0" + content[at + 4 : end]
 
