@@ -174,8 +174,9 @@ async def test_a_rolling_restart_of_all_workers_under_load_loses_no_request(conf
 
 
 async def test_sigterm_lets_a_worker_finish_and_a_second_one_forces(config: Config) -> None:
-    async with serving(config, "1E/1P/2D") as (deployment, client):
-        body = chat("tell me", max_tokens=1500)
+    router = msgspec.structs.replace(config.router, heartbeat_s=0.1)
+    async with serving(msgspec.structs.replace(config, router=router), "1E/1P/2D") as (deployment, client):
+        body = chat("tell me", max_tokens=2000)
         expected = text_of(await post(client, body))
         asked = asyncio.create_task(post(client, body))
 

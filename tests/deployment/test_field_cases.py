@@ -82,7 +82,8 @@ async def test_s5_one_broken_image_among_eight_fails_only_its_own_request(config
         new = [chat(image_part(seed), "and this", image_part(50 + seed), "what is it") for seed in range(7)]
         *good, bad = await asyncio.gather(*(post(client, body) for body in [*new, chat(broken, "what is it")]))
         assert all(text_of(response) for response in good)
-        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "messages")
+        assert bad.status_code == 400
+        assert bad.json()["error"]["param"].startswith("messages")
         assert [await ask(client, seed, 8) for seed in range(7)] == expected
         await until_idle(client)
 
