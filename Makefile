@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := src tests demo benchmarks hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-clients check bench format clean
+.PHONY: help demo serve test test-slow test-clients chaos check bench format clean
 
 help:  ## print the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,7 +41,13 @@ test-slow: $(VENV)/.installed-dev  ## the tests that need minutes
 test-clients: $(VENV)/.installed-dev  ## public clients against a deployment; makes an environment for each
 	$(BIN)/pytest -m clients tests/clients
 
-check: test test-slow  ## what CI runs
+CHAOS_SECONDS ?= 600
+CHAOS_SEED ?= 0
+chaos: $(VENV)/.installed-dev  ## faults under load against real processes; ten minutes
+	$(BIN)/python -m tests.chaos --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --json chaos-result.json
+
+check: test test-slow test-clients  ## what CI runs, with a minute of chaos
+	$(MAKE) chaos CHAOS_SECONDS=60
 
 checkpoints/mid: $(VENV)/.installed
 	$(BIN)/python benchmarks/checkpoints.py mid $@
@@ -59,4 +65,4 @@ format: $(VENV)/.installed-dev  ## sort imports and format
 	$(BIN)/ruff format $(SOURCES)
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) .venv-clients demo-output benchmark-results checkpoints .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-clients demo-output benchmark-results checkpoints chaos-result.json .venv-clients .pytest_cache .mypy_cache .ruff_cache
