@@ -65,4 +65,4 @@ format: $(VENV)/.installed-dev  ## sort imports and format
 	$(BIN)/ruff format $(SOURCES)
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) .venv-clients demo-output benchmark-results checkpoints chaos-result.json .venv-clients .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-clients demo-output benchmark-results checkpoints chaos-result.json .pytest_cache .mypy_cache .ruff_cache
