@@ -75,6 +75,11 @@ def test_one_stop_string_and_a_switched_off_top_k() -> None:
     assert (request.stop, request.sampling.top_k) == (["end"], 0)
 
 
+@pytest.mark.parametrize("top_k", [10**6, 2**31, 2**63 - 1])
+def test_a_top_k_beyond_the_vocabulary_is_all_of_it(top_k: int) -> None:
+    assert parse(top_k=top_k).sampling.top_k == FakeVocabulary().size
+
+
 @pytest.mark.parametrize(("given", "used"), [(0, 0), (1e-320, 0), (9e-6, 0), (1e-5, 1e-5), (2, 2)])
 def test_a_temperature_next_to_nothing_is_greedy(given: float, used: float) -> None:
     assert parse(temperature=given).sampling.temperature == used

@@ -107,7 +107,7 @@ def read_sampling(
     return SamplingParams(
         temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
         top_p=_above_zero("top_p", in_range("top_p", given(fields.top_p, 1.0), 0, 1)),
-        top_k=max(in_range("top_k", given(fields.top_k, 0), -1, INT_RANGE - 1), 0),  # vLLM's -1 is off, as 0 is
+        top_k=_top_k(fields.top_k, served),
         min_p=in_range("min_p", given(fields.min_p, 0.0), 0, 1),
         seed=seed % SEED_RANGE,
         min_tokens=in_range("min_tokens", given(fields.min_tokens, 0), 0, most, why),
@@ -121,6 +121,11 @@ def read_sampling(
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
     )
+
+
+def _top_k(value: int | None, served: Served) -> int:
+    """vLLM's -1 is off, as 0 is; more than there are tokens is all of them."""
+    return min(max(in_range("top_k", given(value, 0), -1, INT_RANGE - 1), 0), served.vocabulary.size)
 
 
 def _above_zero(field: str, value: float) -> float:
