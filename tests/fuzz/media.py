@@ -11,6 +11,7 @@ import httpx
 
 from tests.fuzz.running import main
 from tests.media.corpus import Sample, corpus
+from triptych.config import ApiConfig, Config, EncodeConfig, EngineConfig
 
 LONG_BYTES = 1 << 20  # few of the requests have more: reading them would be all that a run does
 ODD_BYTES = [
@@ -25,6 +26,13 @@ ODD_BYTES = [
     b"\0\0\0\1",
 ]
 MAX_CHANGES = 12
+
+# Full long before a run's first third is over, so that what grows after it is no cache.
+SMALL_CACHES = Config(
+    api=ApiConfig(port=0),
+    encode=EncodeConfig(cache_bytes=4 << 20),
+    engine=EngineConfig(embedding_cache_bytes=4 << 20, kv_bytes=16 << 20),
+)
 
 
 @cache
@@ -96,4 +104,4 @@ async def ask(client: httpx.AsyncClient, rng: random.Random) -> httpx.Response:
 
 
 if __name__ == "__main__":
-    main(ask, "Fuzz the decoders of a deployment through its API.")
+    main(ask, "Fuzz the decoders of a deployment through its API.", SMALL_CACHES)

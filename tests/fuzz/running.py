@@ -112,7 +112,7 @@ def _memory() -> int:
     return total
 
 
-def main(ask: Ask, description: str) -> None:
+def main(ask: Ask, description: str, config: Config | None = None) -> None:
     """The command line of one kind of fuzzing. Exits with 1 where something failed."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seconds", type=float, default=60.0)
@@ -120,7 +120,7 @@ def main(ask: Ask, description: str) -> None:
     args = parser.parse_args()
 
     async def run() -> Outcome:
-        async with serving() as deployment:
+        async with serving(config) as deployment:
             return await fuzz(deployment, ask, args.seconds, args.seed)
 
     outcome = asyncio.run(run())

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.fuzz.media import ask, body, media
+from tests.fuzz.media import SMALL_CACHES, ask, body, media
 from tests.fuzz.running import fuzz, serving
 
 
@@ -19,7 +19,7 @@ def test_media_follows_from_its_seed() -> None:
 
 @pytest.mark.slow
 async def test_bytes_that_were_pictures_once() -> None:
-    async with serving() as deployment:
+    async with serving(SMALL_CACHES) as deployment:
         outcome = await fuzz(deployment, ask, seconds=20, seed=7)
     assert not outcome.failures, str(outcome)
     assert {200, 400} <= outcome.statuses.keys()
