@@ -16,6 +16,7 @@ T = TypeVar("T")
 N = TypeVar("N", int, float)
 
 MAX_CHOICES = 128
+MAX_MATCHED_CHARACTERS = 1024  # of one stop string, of one bad word
 MAX_STOP_STRINGS = 4
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20
@@ -64,7 +65,14 @@ def read_stop(stop: str | list[str] | None) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > MAX_STOP_STRINGS or not all(stops):
         raise BadRequestError(f"`stop` must be 1 to {MAX_STOP_STRINGS} strings, none of them empty.", param="stop")
+    _check_lengths("stop", stops)
     return stops
+
+
+def _check_lengths(field: str, texts: Iterable[str]) -> None:
+    """Each of them is looked for after every token."""
+    if any(len(text) > MAX_MATCHED_CHARACTERS for text in texts):
+        raise BadRequestError(f"`{field}` has a text of more than {MAX_MATCHED_CHARACTERS} characters.", param=field)
 
 
 def read_bad_words(words: list[str] | None) -> list[str]:
@@ -72,6 +80,7 @@ def read_bad_words(words: list[str] | None) -> list[str]:
     if len(words) > MAX_BAD_WORDS or not all(words):
         why = f"`bad_words` must be at most {MAX_BAD_WORDS} words, none of them empty."
         raise BadRequestError(why, param="bad_words")
+    _check_lengths("bad_words", words)
     return words
 
 
@@ -111,7 +120,7 @@ def read_sampling(
         min_p=in_range("min_p", given(fields.min_p, 0.0), 0, 1),
         seed=seed % SEED_RANGE,
         min_tokens=in_range("min_tokens", given(fields.min_tokens, 0), 0, most, why),
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=sorted(set(stop_token_ids)),
         ignore_eos=given(fields.ignore_eos, False),
         presence_penalty=_penalty("presence_penalty", fields.presence_penalty),
         frequency_penalty=_penalty("frequency_penalty", fields.frequency_penalty),
@@ -160,7 +169,7 @@ def _allowed(token_ids: list[int] | None, served: Served) -> list[int]:
     if not token_ids:
         raise BadRequestError("`allowed_token_ids` must not be empty.", param="allowed_token_ids")
     check_tokens("allowed_token_ids", token_ids, served)
-    return token_ids
+    return sorted(set(token_ids))
 
 
 def read_n(n: int | None) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from triptych.engine.batch import SampleRow
 
 MOST = 1e30
+LEAST_PENALTY = 1e-6  # one that float32 has as 0 would make numbers of what is ruled out
 
 
 def changes_logits(row: SampleRow) -> bool:
@@ -52,7 +53,7 @@ def changed_logits(logits: torch.Tensor, row: SampleRow, eos_token_ids: Collecti
     if params.repetition_penalty != 1:
         seen = _on(logits, np.asarray(row.token_ids))
         values = logits[seen]  # of a token that is there twice, twice: equal values replace it
-        penalty = _bounded(params.repetition_penalty)
+        penalty = max(LEAST_PENALTY, _bounded(params.repetition_penalty))
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if output_ids and (params.frequency_penalty or params.presence_penalty):
         token_ids, counts = np.unique(output_ids, return_counts=True)

@@ -26,11 +26,14 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop_str: bool = False,
+        min_tokens: int = 0,
     ) -> None:
+        """Stop strings are looked for in the text of what follows the first `min_tokens` tokens."""
         self._tokenizer = tokenizer
         self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
         self._include_stop_str = include_stop_str
         self._stops = [StopString(text) for text in stop if text]
+        self._num_unstoppable = min_tokens  # tokens to come that no stop string ends
         self._held = ""  # may become a stop string
         # The last tokens that gave text, then those that came since: a token's text depends on the one before it
         # (sentencepiece drops the first space of all). `_given` characters of the window's text are given out.
@@ -44,7 +47,12 @@ class IncrementalDetokenizer:
         if self.stopped is not None:
             return ""
         # One by one: where characters are spelt in bytes, one half would hide the whole ones decoded along with it.
-        return self._release("".join([self._decode(token_id) for token_id in token_ids if self._is_text(token_id)]))
+        first, others = token_ids[: self._num_unstoppable], token_ids[self._num_unstoppable :]
+        self._num_unstoppable -= len(first)
+        return self._text(first) + self._release(self._text(others))
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._decode(token_id) for token_id in token_ids if self._is_text(token_id)])
 
     def finish(self) -> str:
         """The rest: no tokens will come. Half a character becomes the replacement character."""

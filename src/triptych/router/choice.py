@@ -78,7 +78,7 @@ class Choice:
                 logger.warning("request_id=%s attempt=%d ended: %s", self._request.request_id, number, error)
                 if number + 1 == max_attempts:
                     raise
-            plan = await self._plan_anew()
+            plan = await self.next_plan()
 
     async def _tokens(self, attempt: Attempt) -> AsyncGenerator[messages.TokenOutput, None]:
         key = (attempt.request_id, attempt.number)
@@ -112,8 +112,8 @@ class Choice:
             prompt_logprobs=self.output.prompt_logprobs(token.prompt_logprobs),
         )
 
-    async def _plan_anew(self) -> Plan:
-        """A plan over the workers that are left, or over one that is started again within the time for that."""
+    async def next_plan(self) -> Plan:
+        """A plan over the workers that there are, or over one that is started again within the time for that."""
         clock, request = self._parts.clock, self._request
         give_up_s = min(clock.now() + self._parts.config.capacity_wait_s, self._deadline_s)
         while True:

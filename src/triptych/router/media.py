@@ -62,7 +62,11 @@ class MediaReader:
         contents = await self._contents(request, staged)
         # On a thread: hashing tens of megabytes would hold up every other request's tokens.
         pairs = list(zip(images, contents, strict=True))
-        return await asyncio.to_thread(lambda: [self._item(*pair, options) for pair in pairs])
+        items = await asyncio.to_thread(lambda: [self._item(*pair, options) for pair in pairs])
+        for image, content in pairs:  # only now: one that is refused must not take the place of a good one
+            if image.uuid and _has_content(image):
+                self._named.put(_key(request, image), content)
+        return items
 
     async def _contents(self, request: Request, staged: Staged) -> list[bytes]:
         tasks = [asyncio.create_task(self._fetch(image, staged)) for image in request.images if _has_content(image)]
@@ -73,13 +77,10 @@ class MediaReader:
                 task.cancel()
         contents = []
         for image in request.images:
-            key = UuidKey(request.client, request.cache_salt, image.uuid)
             if _has_content(image):
                 content = next(fetched)
-                if image.uuid:
-                    self._named.put(key, content)
             else:
-                content = self._kept(key, image, staged)
+                content = self._kept(_key(request, image), image, staged)
             contents.append(content)
         return contents
 
@@ -111,6 +112,10 @@ class MediaReader:
         identity = mm_hash(content, Modality.IMAGE, chosen, self._fingerprint, image.uuid)
         decoding = ImageDecoding(size, options.background)
         return MediaItem(Modality.IMAGE, identity, content, metadata, decoding, image.param)
+
+
+def _key(request: Request, image: ImageInput) -> UuidKey:
+    return UuidKey(request.client, request.cache_salt, image.uuid)
 
 
 def _has_content(image: ImageInput) -> bool:

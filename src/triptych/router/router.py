@@ -31,7 +31,6 @@ from triptych.router.marks import RequestMarks
 from triptych.router.media import MediaReader
 from triptych.router.output import RequestOutput
 from triptych.router.parts import RouterParts
-from triptych.router.plan import make_plan
 from triptych.router.prefix_index import PrefixIndex
 from triptych.router.prompts import bound_output, lay_out, read_by
 from triptych.router.registry import RegisteredWorker, Registry
@@ -109,6 +108,8 @@ class Router:
         self.num_running += 1
         try:
             self.admit(self.num_running - 1, request.deadline_s)
+            if request.images:
+                self.registry.require(Stage.ENCODE)
             with marks.fetch():
                 media = await self._media.read(request, staged)
             with marks.plan():
@@ -116,8 +117,8 @@ class Router:
                 media = read_by(prompt, media)
                 request = bound_output(request, prompt, self.max_model_len)
                 request = await constrain(request, self._builder)
-                plan = make_plan(prompt, request.cache_salt, self.registry, self.prefixes, request.session_id)
-            choices = [self._choice(index, request, prompt, media, marks) for index in range(request.n)]
+                choices = [self._choice(index, request, prompt, media, marks) for index in range(request.n)]
+                plan = await choices[0].next_plan()
             async with aclosing(run_side_by_side(choices, plan)) as events:
                 async for event in events:
                     yield event
@@ -171,6 +172,7 @@ class Router:
             skip_special_tokens=request.skip_special_tokens,
             stop=request.stop,
             include_stop_str=request.include_stop_str_in_output,
+            min_tokens=request.sampling.min_tokens,
         )
         calls = call_format(request, self._builder)
         parser = ToolCallParser(calls, request.tools, choice=index, whole=not request.stream) if calls else None
