@@ -7,11 +7,13 @@ from typing import Any
 import httpx
 import pytest
 
+from triptych.api.body import decode_object
 from triptych.api.unsupported import CHAT
 from triptych.errors import (
     BadRequestError,
     DeadlineExceededError,
     EngineError,
+    MalformedRequestError,
     MediaError,
     MediaTimeoutError,
     NoCapacityError,
@@ -68,6 +70,13 @@ async def test_malformed_body(api: Any, body: bytes, param: str | None) -> None:
     assert api.router.requests == []
 
 
+@pytest.mark.parametrize("field", ["zz", "chat_template_kwargs", "messages"])
+def test_a_body_of_very_many_values_is_refused_before_it_is_read(field: str) -> None:
+    body = b'{"messages": [], "%s": [%s]}' % (field.encode(), b",".join([b"0"] * 250_000))
+    with pytest.raises(MalformedRequestError, match="more than 200000 values"):
+        decode_object(body)
+
+
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
 async def test_other_content_type(api: Any, content_type: str) -> None:
     response = await api.http.post(ROUTE, content=b"{}", headers={"content-type": content_type})
@@ -98,6 +107,8 @@ async def test_charset_in_the_content_type_is_fine(api: Any) -> None:
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"stop": ""}, "stop"),
+        ({"stop": ["a", "b" * 1025]}, "stop"),
+        ({"bad_words": ["b" * 1025]}, "bad_words"),
         ({"stop_token_ids": [3, -1]}, "stop_token_ids"),
         ({"priority": 2**63}, "priority"),
         ({"request_id": "two words"}, "request_id"),

@@ -226,6 +226,9 @@ async def test_a_uuid_alone_means_what_was_last_sent_with_it(served: Served) -> 
     for image in (RED, WIDE_BLUE):
         assert text_of(await served.chat(image_part(png(image), uuid="x"))) == served.expected(image)
         assert text_of(await served.chat(named)) == served.expected(image)
+    refused = await served.chat(image_part("data:image/png;base64,AAAA", uuid="x"))
+    assert refused.status_code == 400
+    assert text_of(await served.chat(named)) == served.expected(WIDE_BLUE)  # what was refused replaced nothing
     both = await served.chat(image_part(png(RED), uuid="y"), {**named, "uuid": "y"}, named)
     assert text_of(both) == served.expected(RED, RED, WIDE_BLUE)
 

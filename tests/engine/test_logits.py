@@ -231,3 +231,17 @@ def test_a_common_row_is_neither_copied_nor_looked_at(monkeypatch: pytest.Monkey
     logits = torch.stack([_logits(k) for k in range(2)])
     sample(logits, [_row(temperature=0.0), _row(temperature=0.0, presence_penalty=1.0)], [EOS])
     assert [row.sampling.presence_penalty for row in looked_at] == [1.0]
+
+
+@pytest.mark.parametrize("penalty", [1e-50, 1e-9, 1e30])
+def test_an_extreme_penalty_makes_no_number_of_what_is_ruled_out(penalty: float) -> None:
+    allowed = [40, 41]
+    logits = _logits()
+    logits[20], logits[11] = 3.0, -3.0  # of output and prompt: what the penalty touches
+    for row in (
+        _row(repetition_penalty=penalty, allowed_token_ids=allowed),
+        _row(repetition_penalty=penalty, mask=_mask(allowed)),
+    ):
+        changed = changed_logits(logits, row, [EOS])
+        assert not changed.isnan().any()
+        assert changed.argmax().item() in allowed

@@ -152,3 +152,14 @@ def test_cost_a_token_does_not_grow(symbol: str | bytes | None) -> None:
         longest = max(longest, len(detokenizer._window))
     assert longest <= 16
     assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 3, 99])
+def test_stop_strings_are_looked_for_after_the_first_tokens_only(min_tokens: int) -> None:
+    ids = BYTE_LEVEL.encode("ab ab ab ab").ids
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, stop=["ab"], min_tokens=min_tokens)
+    text = "".join(detokenizer.push([token_id]) for token_id in ids) + detokenizer.finish()
+    before = BYTE_LEVEL.decode(ids[:min_tokens])
+    end = "ab ab ab ab".find("ab", len(before))
+    assert text == ("ab ab ab ab"[:end] if end >= 0 else "ab ab ab ab")
+    assert (detokenizer.stopped is None) == (end < 0)

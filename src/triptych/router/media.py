@@ -76,11 +76,12 @@ class MediaReader:
             for task in tasks:
                 task.cancel()
         contents = []
+        sent: dict[UuidKey, bytes] = {}  # with this request, by the names that it gives
         for image in request.images:
             if _has_content(image):
-                content = next(fetched)
+                content = sent[_key(request, image)] = next(fetched)
             else:
-                content = self._kept(_key(request, image), image, staged)
+                content = sent.get(_key(request, image)) or self._kept(_key(request, image), image, staged)
             contents.append(content)
         return contents
 
