@@ -196,6 +196,17 @@ def test_odd_numbers_of_one_request_do_not_fail_the_step_that_others_share(value
     assert tokens[-1] == sample(logits[-1:], [_row(seed=4)])[0].token_id
 
 
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 1e300}, {"repetition_penalty": 5e-324}, {"repetition_penalty": 1e300}]
+)
+def test_the_greatest_and_least_numbers_draw_no_token_that_is_ruled_out(fields: dict[str, Any]) -> None:
+    allowed = [1, 5, *OUTPUT]
+    rows = [_row(seed=k, allowed_token_ids=allowed, **fields) for k in range(50)]
+    drawn = {drawn.token_id for drawn in sample(torch.stack([_logits(k) for k in range(50)]), rows)}
+    assert drawn <= set(allowed)
+    assert len(drawn) > 1
+
+
 # -- the sampler -------------------------------------------------------------------------------------------------------
 
 

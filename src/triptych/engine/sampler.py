@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from triptych.engine.batch import Drawn, SampleRow
-from triptych.engine.logits import changed_logits, changes_logits
+from triptych.engine.logits import MOST, changed_logits, changes_logits
 from triptych.engine.logprobs import ranked, score
 from triptych.messages import Logprobs
 from triptych.types import SamplingParams
@@ -92,7 +92,7 @@ def _draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], numbers: NDArray[np.float64], num_candidates: int
 ) -> list[int]:
     """Rows that all look at `num_candidates` tokens."""
-    temperatures = torch.tensor([p.temperature for p in params], device=logits.device)
+    temperatures = torch.tensor([min(p.temperature, MOST) for p in params], device=logits.device)
     weights = _weights(logits, temperatures, params)
     uniform = torch.from_numpy(numbers).to(logits.device)
     if num_candidates == 0:
