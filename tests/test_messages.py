@@ -80,7 +80,7 @@ EXAMPLES: list[Body] = [
             ),
         ]
     ),
-    messages.AttemptFailed(*ABOUT, message="lost", retryable=True),
+    messages.AttemptFailed(*ABOUT, message="too complex", retryable=False, bad_grammar=True),
     messages.Cancel(*ABOUT),
     messages.EmbeddingPublished(
         *ABOUT, mm_hash="ab" * 32,

@@ -55,6 +55,10 @@ class MediaTimeoutError(TriptychError):
     retryable = True
 
 
+class GrammarError(BadRequestError):
+    """The output's grammar turned out too complex to follow, or no token of the model goes on with it."""
+
+
 class AuthenticationError(TriptychError):
     """No API key came with the request, or one that is not known here."""
 

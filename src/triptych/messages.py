@@ -208,6 +208,7 @@ class AttemptFailed(RequestMessage, frozen=True):
 
     message: str
     retryable: bool  # a lost peer or a failed transfer: another plan may succeed
+    bad_grammar: bool = False  # what the client wants the output to match is at fault: it gets a 400
 
 
 class Cancel(RequestMessage, frozen=True):

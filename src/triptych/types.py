@@ -220,6 +220,8 @@ class Structure(msgspec.Struct, frozen=True):
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
     source: str  # the schema as JSON text, the expression, a JSON list of choices, or the grammar
     param: str = "structured_outputs"  # where the request has it, for errors
+    # Of JSON, at each place where it may be: an expression, "" for the one form that json.dumps writes, None for ours.
+    whitespace: str | None = None
 
 
 class ToolChoice(StrEnum):

@@ -235,6 +235,23 @@ def test_structure(fields: dict[str, Any], kind: Any, source: str, param: str) -
     assert parse(**fields).structure == Structure(kind, source, param)
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"disable_any_whitespace": False, "whitespace_pattern": ""}, None),
+        ({"disable_any_whitespace": True}, ""),
+        ({"whitespace_pattern": "[ ]?"}, "[ ]?"),
+        ({"whitespace_pattern": r"(?:\n|[ \t]{1,4})*"}, r"(?:\n|[ \t]{1,4})*"),
+        ({"whitespace_pattern": r"\s?"}, r"[ \n\r\t]?"),
+    ],
+)
+def test_white_space_of_a_structure(fields: dict[str, Any], expected: str | None) -> None:
+    structure = parse(structured_outputs={"json_object": True, **fields}).structure
+    assert structure is not None
+    assert structure.whitespace == expected
+
+
 def test_text_is_no_structure() -> None:
     assert parse(response_format={"type": "text"}, structured_outputs=None).structure is None
 

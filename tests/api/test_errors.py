@@ -21,6 +21,7 @@ from triptych.errors import (
 )
 
 ROUTE = "/v1/chat/completions"
+WHITESPACE = "structured_outputs.whitespace_pattern"
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
@@ -151,7 +152,19 @@ async def test_charset_in_the_content_type_is_fine(api: Any) -> None:
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        (
+            {"structured_outputs": {"json_object": True, "whitespace_pattern": "[a ]*"}},
+            WHITESPACE,
+        ),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": "[ ]**"}}, WHITESPACE),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " " * 101}},
+            WHITESPACE,
+        ),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}},
+            WHITESPACE,
+        ),
         ({"guided_choice": []}, "guided_choice"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": []}, "messages"),

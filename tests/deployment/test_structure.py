@@ -86,6 +86,25 @@ async def test_a_structure_that_cannot_be_is_refused_by_name(client: AsyncOpenAI
         assert caught.value.param == param, caught.value
 
 
+async def test_what_is_too_complex_to_follow_is_the_clients_fault(client: AsyncOpenAI) -> None:
+    """Only a worker finds it, tokens later."""
+    outputs: Any = {"structured_outputs": {"regex": "(?:.*a.{0,300}){3}z"}}
+    with pytest.raises(openai.BadRequestError, match="too many expressions") as caught:
+        await text_of(client, temperature=2, seed=1, max_tokens=600, extra_body=outputs)
+    assert caught.value.param == "structured_outputs.regex"
+    assert await text_of(client, extra_body={"structured_outputs": {"regex": "[0-9]"}}) in "0123456789"
+
+
+async def test_white_space_does_not_run_away(client: AsyncOpenAI) -> None:
+    form: Any = {"type": "json_object"}
+    for fields in ({"response_format": form}, {"extra_body": {"structured_outputs": {"json_object": True}}}):
+        text = await text_of(client, **fields)
+        assert re.search(r"\s{23}", text) is None, text
+    compact: Any = {"structured_outputs": {"json": PARAMETERS, "disable_any_whitespace": True}}
+    text = await text_of(client, extra_body=compact)
+    assert text == json.dumps(json.loads(text))
+
+
 async def test_calls_that_must_come(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(model="demo", messages=QUESTION, tools=TOOLS, tool_choice=ADD)
     (choice,) = answer.choices

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tests.prompt.conftest import sentencepiece_tokenizer
 from triptych.demo import checkpoint_path
 from triptych.engine.grammar import GrammarMatcher, GrammarVocabulary
-from triptych.errors import ConfigError, EngineError
+from triptych.errors import ConfigError, EngineError, GrammarError
 from triptych.prompt.grammar import compile_structure
 from triptych.types import Structure
 
@@ -242,17 +242,17 @@ def test_a_grammar_that_grows_too_complex_ends_its_request_only() -> None:
             matcher.allowed()
             matcher.accept(x)
 
-    with pytest.raises(EngineError, match="cannot be followed"):
+    with pytest.raises(GrammarError, match="cannot be followed"):
         go_on()
 
 
 def test_a_place_that_no_token_leaves_ends_its_request() -> None:
     special_only = "// grammar\nstart: <[1530]>"
-    with pytest.raises(EngineError, match="no token"):
+    with pytest.raises(GrammarError, match="no token"):
         GrammarMatcher(VOCABULARY, special_only).allowed()
 
 
 def test_a_grammar_that_the_router_did_not_make_is_refused() -> None:
     for grammar in ('start: "a"', "// schema\nstart: x"):
-        with pytest.raises(EngineError):
+        with pytest.raises((EngineError, GrammarError)):
             GrammarMatcher(VOCABULARY, grammar)

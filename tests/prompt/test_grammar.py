@@ -116,10 +116,30 @@ def test_properties_come_in_the_order_of_the_schema() -> None:
 def test_white_space_is_free_but_has_an_end() -> None:
     grammar = compiled("json_object", "")
     assert takes(grammar, '{\n\t"a" :\r\n  [ 1 , 2 ]\n}')
-    assert takes(grammar, "{" + " " * 128 + "}")
-    assert not takes(grammar, "{" + " " * 129 + "}")
+    for indent in (2, 4, "\t"):
+        assert takes(grammar, json.dumps({"a": [1, {"b": [], "c": {"d": 2}}]}, indent=indent))
+    assert takes(grammar, "{\n" + " " * 20 + "}")
+    for space in ("\n" + " " * 21, " " * 3, "\n\n", " \n"):
+        assert not takes(grammar, "{" + space + "}")
     assert not takes(grammar, " {}")
     assert not takes(grammar, "{}\n")
+
+
+def test_white_space_is_as_the_client_wants_it() -> None:
+    value = {"a": [1, 2], "b": {"c": 3}}
+    texts = [json.dumps(value), json.dumps(value, separators=(",", ":")), json.dumps(value, indent=30)]
+    schema = json.dumps({"type": "object", "properties": {"a": {}, "b": {}}})
+    tag = json.dumps({"structures": [{"begin": "<", "schema": {}, "end": ">"}], "triggers": ["<"]})
+    for whitespace, expected in {"": [0], " ": [0, 1], "[ ]?": [0, 1], r"[\s]*": [0, 1, 2]}.items():
+        grammars = {
+            "{}": compile_structure(Structure("json_object", "", whitespace=whitespace)),
+            "{} ": compile_structure(Structure("json_schema", schema, whitespace=whitespace)),
+            "<{}>": compile_structure(Structure("structural_tag", tag, whitespace=whitespace)),
+            "-{}": compile_structure(Structure("grammar", f'start: "-" %json {schema}', whitespace=whitespace)),
+        }
+        for form, grammar in grammars.items():
+            taken = [k for k, text in enumerate(texts) if takes(grammar, form.strip().format(text))]
+            assert taken == expected, (whitespace, form)
 
 
 def test_any_json_object_is_one() -> None:

@@ -509,6 +509,25 @@ async def test_a_worker_that_gives_every_attempt_up_ends_the_request_after_the_l
         assert cluster.network.num_sent["Prefill"] == 2
 
 
+async def test_a_structure_that_no_worker_can_follow_is_the_clients_fault(world: World) -> None:
+    async with world.cluster("EPD") as cluster:
+        on_envelope = cluster.network.on_envelope
+        assert on_envelope is not None
+
+        def give_up(envelope: messages.Envelope) -> None:
+            body = envelope.body
+            if isinstance(body, messages.StepOutput):
+                output = body.outputs[0]
+                body = messages.AttemptFailed(output.request_id, output.attempt, "no", False, bad_grammar=True)
+            on_envelope(msgspec.structs.replace(envelope, body=body))
+
+        cluster.network.on_envelope = give_up
+        request = msgspec.structs.replace(world.request("r"), structure=Structure("regex", "a+", "guided_regex"))
+        error, _ = await refusal(cluster, request)
+        assert (error.status, error.message, error.param) == (400, "no", "guided_regex")
+        assert cluster.network.num_sent["Prefill"] == 1
+
+
 async def test_an_earlier_life_is_not_listened_to(world: World) -> None:
     async with world.cluster("EPD") as cluster:
         vanished = hold_back(cluster, messages.StepOutput)

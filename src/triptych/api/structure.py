@@ -5,6 +5,7 @@ Called by `api/generation.py`. Whether a schema or a grammar can be used at all 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -13,7 +14,10 @@ from triptych.api.fields import GenerationFields, JsonSchema, ResponseFormat, St
 from triptych.errors import BadRequestError, MalformedRequestError, UnsupportedFieldError
 from triptych.types import Structure
 
-REFUSED = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+REFUSED = ("disable_additional_properties",)
+_MAX_WHITESPACE_CHARACTERS = 100
+# White space of JSON in an expression, with classes, groups and repetitions of it.
+_WHITESPACE = re.compile(r"(?:[ \n\r\t()?*+|]|\\[nrts]|\[(?:[ \n\r\t]|\\[nrts])+\]|\(\?:|\{\d{1,3}(?:,\d{0,3})?\})+")
 
 
 def read_structure(fields: GenerationFields) -> Structure | None:
@@ -59,6 +63,7 @@ def _of_structured_outputs(asked: StructuredOutputs | None) -> list[Structure]:
     for name in REFUSED:
         if getattr(asked, name):
             raise UnsupportedFieldError(f"`{at}.{name}` is not implemented.", param=f"{at}.{name}")
+    whitespace = _whitespace(asked)
     found = _schema(f"{at}.json", asked.json) + _choice(f"{at}.choice", asked.choice)
     if asked.regex is not None:
         found.append(Structure("regex", asked.regex, f"{at}.regex"))
@@ -70,7 +75,28 @@ def _of_structured_outputs(asked: StructuredOutputs | None) -> list[Structure]:
         found.append(Structure("structural_tag", asked.structural_tag, f"{at}.structural_tag"))
     if not found:
         raise BadRequestError(f"`{at}` must set one of json, regex, choice, grammar, json_object.", param=at)
-    return found
+    return [msgspec.structs.replace(structure, whitespace=whitespace) for structure in found]
+
+
+def _whitespace(asked: StructuredOutputs) -> str | None:
+    """`Structure.whitespace`. Raises BadRequestError for a pattern of anything but white space."""
+    pattern, param = asked.whitespace_pattern, "structured_outputs.whitespace_pattern"
+    if asked.disable_any_whitespace:
+        if pattern:
+            raise BadRequestError(f"`{param}` and `disable_any_whitespace` exclude each other.", param=param)
+        return ""
+    if not pattern:
+        return None
+    if len(pattern) > _MAX_WHITESPACE_CHARACTERS or not _WHITESPACE.fullmatch(pattern):
+        raise BadRequestError(
+            f"`{param}` must be an expression of white space of at most {_MAX_WHITESPACE_CHARACTERS} characters.",
+            param=param,
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise BadRequestError(f"`{param}` is no expression: {error}.", param=param) from error
+    return pattern.replace(r"\s", r"[ \n\r\t]")  # others than these are no white space of JSON
 
 
 def _of_guided(fields: GenerationFields) -> list[Structure]:

@@ -17,7 +17,7 @@ from triptych.engine.kv_blocks import KVBlockPool
 from triptych.engine.matchers import Matchers
 from triptych.engine.request_state import RequestKey, RequestState, Status
 from triptych.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
-from triptych.errors import EngineError
+from triptych.errors import EngineError, GrammarError
 from triptych.messages import Logprobs
 from triptych.types import FinishReason
 
@@ -200,8 +200,8 @@ class Engine:
         mask = None
         try:
             mask = self._matchers.mask(request)
-        except EngineError as error:
-            request.failure = error.message
+        except (EngineError, GrammarError) as error:
+            request.fail(error)
         return SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens, mask)
 
     def _sequence_chunk(self, chunk: ScheduledChunk) -> SequenceChunk:
@@ -247,8 +247,8 @@ class Engine:
         if request.matcher is not None and not request.failure:
             try:
                 request.matcher.accept(token_id)
-            except (EngineError, ValueError) as error:  # ValueError: logits that are not numbers drew what is masked
-                request.failure = str(error)
+            except (GrammarError, ValueError) as error:  # ValueError: logits that are not numbers drew what is masked
+                request.fail(error)
         if not request.failure:
             request.token_ids.append(token_id)
 

@@ -16,7 +16,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from triptych.errors import ConfigError, EngineError
+from triptych.errors import ConfigError, EngineError, GrammarError
 
 _WORD_BITS = 32
 _SPACE = "\u2581"  # of sentencepiece
@@ -114,7 +114,7 @@ class GrammarMatcher:
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, grammar: str) -> None:
-        """Raises EngineError for a grammar that the library does not take, which `prompt/grammar.py` never makes."""
+        """Raises GrammarError for one that is too complex for this vocabulary; EngineError where it is of no kind."""
         self._vocabulary = vocabulary
         self._matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=_limits(grammar))
         self._mask = np.zeros((vocabulary.vocab_size + _WORD_BITS) // _WORD_BITS, np.int32)  # with the library's end
@@ -147,7 +147,7 @@ class GrammarMatcher:
         [ceil(vocab_size / 32)] of int32; bits beyond the vocabulary are 0. Valid until the next call. With `may_end`
         False the ends are left out, unless nothing else may follow.
 
-        Raises EngineError where the grammar has become too complex, or where no token leads on.
+        Raises GrammarError where the grammar has become too complex, or where no token leads on.
         """
         vocabulary = self._vocabulary
         mask = self._mask[: len(vocabulary.plain)]
@@ -161,7 +161,7 @@ class GrammarMatcher:
         if self._matcher.is_accepting() and (may_end or not can_go_on):
             mask |= vocabulary.eos
         elif not can_go_on:
-            raise EngineError("no token of the vocabulary continues the output as its grammar asks")
+            raise GrammarError("no token of the vocabulary continues the output as its grammar asks")
         return mask
 
     def accept(self, token_id: int) -> None:
@@ -184,7 +184,7 @@ class GrammarMatcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = self._matcher.get_error().strip().split("\n")[0]
-            raise EngineError(f"the grammar of the output cannot be followed: {reason}")
+            raise GrammarError(f"the grammar of the output cannot be followed: {reason}")
 
 
 class _Tokens:

@@ -46,7 +46,7 @@ class Matchers:
             logger.info("tokens=%d read for grammars in %.2f s", self._vocabulary.vocab_size, duration_s)
 
     def mask(self, request: RequestState) -> NDArray[np.int32] | None:
-        """See `GrammarMatcher.allowed`; None without a grammar. Raises EngineError where the request cannot go on."""
+        """See `GrammarMatcher.allowed`; None without a grammar. Raises GrammarError, EngineError."""
         if not request.sampling.grammar:
             return None
         if self._error:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from triptych.block_hash import BlockHash, extend_hashes
 from triptych.engine.batch import Scoring
+from triptych.errors import GrammarError
 from triptych.messages import Logprobs, PrefillTiming
 from triptych.types import FinishReason, PromptItem, SamplingParams
 
@@ -91,6 +92,7 @@ class RequestState:
         self.ends_in_text = False  # it stopped because its grammar is complete, not by a token that is no text
         self.matcher: GrammarMatcher | None = None  # of its grammar, from the first token that is sampled here
         self.failure = ""  # why it cannot go on, if it cannot
+        self.is_own_failure = False  # what it asks for is at fault
         self.block_table: list[int] = []
         self.pinned_blocks: list[int] = []  # cached ones that it found when it came, kept while it waits
         self.num_committed_blocks = 0
@@ -160,6 +162,11 @@ class RequestState:
             num_shared_blocks = (self.num_prompt_tokens - 1) // self._block_size
             num_covered_tokens = min(num_covered_tokens, num_shared_blocks * self._block_size)
         return self.uncovered_items(num_covered_tokens)
+
+    def fail(self, error: Exception) -> None:
+        """It cannot go on."""
+        self.failure = str(error)
+        self.is_own_failure = isinstance(error, GrammarError)
 
     def set_status(self, status: Status, now: float, blocking_item: str = "") -> None:
         """Change the status; the time since the last change counts for the old one."""

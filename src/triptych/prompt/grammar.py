@@ -31,9 +31,11 @@ _MAX_NESTED_RULES = 1500  # rules of a grammar times how deep their parentheses 
 _MAX_INTERSECTIONS = 8  # each may double the memory
 _ERROR_CHARACTERS = 300
 
+# At each place where JSON allows it: a line's end with its indent, or a space or two. With more, a weak model may write
+# little else until its tokens are used up.
+_WHITESPACE = r"\r?\n[ \t]{0,20}| {1,2}"
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as vLLM's xgrammar has it
 _OPTIONS = {
-    # At each place where JSON allows it. Without an end a model may write nothing else until its tokens are used up.
-    "whitespace_pattern": "[ \\n\\r\\t]{1,128}",
     "coerce_one_of": True,  # `oneOf` is read as `anyOf`, as xgrammar does; most schemas mean no more
     "json_allow_general_unicode_escapes": True,  # a model that begins one must be able to end it
 }
@@ -51,14 +53,18 @@ def compile_structure(structure: Structure) -> str:
     too large, or matches nothing at all.
     """
     try:
-        return _COMPILERS[structure.kind](structure.source)
+        return _COMPILERS[structure.kind](structure.source, structure.whitespace)
     except BadRequestError as error:
         raise BadRequestError(error.message, param=structure.param) from error
 
 
-def json_rule(schema: Schema) -> str:
-    """The right side of a rule in Lark's syntax for JSON that matches `schema`. Raises BadRequestError."""
-    return f"%json {dump({'x-guidance': _OPTIONS, **prepare(schema)})}"
+def json_rule(schema: Schema, whitespace: str | None) -> str:
+    """The right side of a rule in Lark's syntax for JSON that matches `schema`, with `Structure.whitespace`.
+
+    Raises BadRequestError.
+    """
+    spaces = _COMPACT if whitespace == "" else {"whitespace_pattern": whitespace or _WHITESPACE}
+    return f"%json {dump({'x-guidance': {**_OPTIONS, **spaces}, **prepare(schema)})}"
 
 
 def literal(text: str) -> str:
@@ -109,22 +115,22 @@ def _reason(error: str) -> str:
 # -- the kinds ---------------------------------------------------------------------------------------------------------
 
 
-def _json_schema(source: str) -> str:
-    return checked(SCHEMA, f"start: {json_rule(read_schema(source))}\n")
+def _json_schema(source: str, whitespace: str | None) -> str:
+    return checked(SCHEMA, f"start: {json_rule(read_schema(source), whitespace)}\n")
 
 
-def _json_object(source: str) -> str:
-    return checked(SCHEMA, f"start: {json_rule({'type': 'object'})}\n")
+def _json_object(source: str, whitespace: str | None) -> str:
+    return checked(SCHEMA, f"start: {json_rule({'type': 'object'}, whitespace)}\n")
 
 
-def _regex(source: str) -> str:
+def _regex(source: str, whitespace: str | None) -> str:
     _check_size(source)
     whole = _ANCHORS.sub(r"\1", source)
     quoted = _UNQUOTED.sub(lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), whole)
     return checked(GRAMMAR, f"start: /{quoted}/\n" if quoted else 'start: ""\n')
 
 
-def _choice(source: str) -> str:
+def _choice(source: str, whitespace: str | None) -> str:
     _check_size(source)
     choices = _json(source)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
@@ -132,7 +138,7 @@ def _choice(source: str) -> str:
     return checked(SCHEMA, f"start: /(?:{'|'.join(map(literal, choices))})/\n")
 
 
-def _grammar(source: str) -> str:
+def _grammar(source: str, whitespace: str | None) -> str:
     _check_size(source)
     if IS_GBNF.search(source):
         lark = gbnf_to_lark(source)
@@ -140,12 +146,12 @@ def _grammar(source: str) -> str:
         return checked(GRAMMAR, lark)
     if _LIBRARY_OPTIONS.search(source):
         raise BadRequestError("options of %llguidance cannot be set")
-    lark, plain = _with_prepared_schemas(source)
+    lark, plain = _with_prepared_schemas(source, whitespace)
     _check_nesting(plain)
     return checked(GRAMMAR, lark)
 
 
-def _with_prepared_schemas(source: str) -> tuple[str, str]:
+def _with_prepared_schemas(source: str, whitespace: str | None) -> tuple[str, str]:
     """Lark with each `%json {...}` made ready, and the same without them."""
     lark, plain, at = "", "", 0
     for found in re.finditer(r"%json\s*(?=\{)", source):
@@ -157,7 +163,7 @@ def _with_prepared_schemas(source: str) -> tuple[str, str]:
             raise BadRequestError("the schema is nested too deep") from None
         except ValueError as error:
             raise BadRequestError(f"the schema after %json is not JSON: {error}") from error
-        lark += source[at : found.start()] + json_rule(schema)
+        lark += source[at : found.start()] + json_rule(schema, whitespace)
         plain += source[at : found.start()]
         at = end
     return lark + source[at:], plain + source[at:]
@@ -177,7 +183,7 @@ def _check_nesting(lark: str) -> None:
         raise BadRequestError(f"grammar: {num_rules} rules with parentheses {deepest} deep are too many")
 
 
-def _structural_tag(source: str) -> str:
+def _structural_tag(source: str, whitespace: str | None) -> str:
     """Free text in which each trigger begins one of the tags that start with it: the form of vLLM with `structures`
     and `triggers`."""
     _check_size(source)
@@ -196,7 +202,7 @@ def _structural_tag(source: str) -> str:
             raise BadRequestError(f"structures.{k}: no trigger is the beginning of {begin!r}")
         trigger = max(found, key=len)
         rest, last = literal(begin[len(trigger) :]), literal(end)
-        parts = [f"/{rest}/" if rest else "", json_rule(schema), f"/{last}/" if last else ""]
+        parts = [f"/{rest}/" if rest else "", json_rule(schema, whitespace), f"/{last}/" if last else ""]
         options.setdefault(trigger, []).append(" ".join(filter(None, parts)))
     lines = [f"start: ({' | '.join(f'tag{k}' for k in range(len(options)))})* TEXT", "TEXT: /(?s:.*)/"]
     for k, (trigger, tags) in enumerate(options.items()):
@@ -206,7 +212,7 @@ def _structural_tag(source: str) -> str:
     return checked(SCHEMA, "\n".join([*lines, ""]))
 
 
-_COMPILERS: dict[str, Callable[[str], str]] = {
+_COMPILERS: dict[str, Callable[[str, str | None], str]] = {
     "json_schema": _json_schema,
     "json_object": _json_object,
     "regex": _regex,

@@ -21,6 +21,7 @@ OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _MAX_TOOLS = 128
+_WHITESPACE = " "  # of arguments, at most one at each place: models write {"a": 1, "b": 2}
 _MAX_CHARACTERS = 128 << 10  # of the grammar of all tools
 
 
@@ -137,7 +138,7 @@ def _fault_of(k: int) -> Iterator[None]:
 
 def _json_call(rule: str, tool: Tool) -> list[str]:
     begin = literal(f'{OPEN}\n{{"name": "{tool_name(tool)}", "arguments": ')
-    return [f"{rule}: /{begin}/ {json_rule(parameters_of(tool))} /{literal(f'}}{chr(10)}{CLOSE}')}/"]
+    return [f"{rule}: /{begin}/ {json_rule(parameters_of(tool), _WHITESPACE)} /{literal(f'}}{chr(10)}{CLOSE}')}/"]
 
 
 def _xml_call(rule: str, tool: Tool) -> list[str]:
@@ -165,4 +166,4 @@ def _xml_value(rule: str, schema: Any, root: Schema) -> str:
     if "string" in json_types(schema, root) or not json_types(schema, root):
         return f"{rule}[lazy]: /(?s:.*){end}/"
     definitions: Schema = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return f"{rule}: {json_rule({**schema, **definitions})} /{end}/"
+    return f"{rule}: {json_rule({**schema, **definitions}, _WHITESPACE)} /{end}/"

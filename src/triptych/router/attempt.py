@@ -15,6 +15,7 @@ from triptych.errors import (
     BadRequestError,
     DeadlineExceededError,
     EngineError,
+    GrammarError,
     MediaError,
     WorkerLostError,
 )
@@ -101,7 +102,8 @@ class Attempt:
     async def run(self, output_ids: list[int]) -> AsyncGenerator[TokenOutput, None]:
         """Submit, then tokens as they come. `output_ids` are those of earlier attempts.
 
-        Raises WorkerLostError when the attempt must be planned anew, MediaError, EngineError, DeadlineExceededError.
+        Raises WorkerLostError when the attempt must be planned anew; MediaError, GrammarError, EngineError,
+        DeadlineExceededError.
         """
         self._num_kv_tokens = len(self._prompt.token_ids) + len(output_ids)
         self._require_plan()
@@ -201,6 +203,9 @@ class Attempt:
                 self._on_item_lost(message.mm_hash, message.owner, sender, message.message)
             case messages.ItemHeld():
                 self._on_item_held(sender, message)
+            case messages.AttemptFailed(bad_grammar=True):
+                structure = self._request.structure
+                raise GrammarError(message.message, param=structure.param if structure is not None else "tools")
             case messages.AttemptFailed():
                 kind = WorkerLostError if message.retryable else EngineError
                 raise kind(message.message)

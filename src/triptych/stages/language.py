@@ -169,7 +169,7 @@ class LanguageStage:
             self.counters["prompt_tokens_computed_total"] += result.num_prompt_tokens
             self.counters["engine_step_time_seconds_total"] += self._clock.now() - started_s
         for request in result.failed:
-            self._fail(request, f"the answer cannot go on: {request.failure}")
+            self._fail(request, f"the answer cannot go on: {request.failure}", bad_grammar=request.is_own_failure)
         outputs = [self._output(sampled) for sampled in result.sampled]
         if outputs:
             self._mail.to_router(StepOutput(outputs))
@@ -206,11 +206,11 @@ class LanguageStage:
         for request in error.requests:
             self._fail(request, f"the engine failed: {error}")
 
-    def _fail(self, request: RequestState, reason: str) -> None:
+    def _fail(self, request: RequestState, reason: str, *, bad_grammar: bool = False) -> None:
         """For good: another worker would do no better."""
         self._engine.end(request, FinishReason.ERROR)
         self._drop(request.key)
-        self._mail.to_router(AttemptFailed(*request.key, message=reason, retryable=False))
+        self._mail.to_router(AttemptFailed(*request.key, message=reason, retryable=False, bad_grammar=bad_grammar))
 
     def cancel(self, message: Cancel) -> None:
         key = RequestKey(message.request_id, message.attempt)
