@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -49,9 +50,15 @@ class Text(msgspec.Struct, frozen=True):
 
 
 def routes(parts: ApiParts) -> list[Route]:
-    async def tokenize(http: HttpRequest) -> Response:
-        with parts.admission.enter():
+    async def _read(http: HttpRequest, inside: ExitStack) -> dict[str, Any]:
+        with parts.admission.arrive():
             body = await parts.bodies.read_json(http)
+            inside.enter_context(parts.admission.enter())
+        return body
+
+    async def tokenize(http: HttpRequest) -> Response:
+        with ExitStack() as inside:
+            body = await _read(http, inside)
             served = parts.served()
             request, wants_strings = _request(body, served)
             request = msgspec.structs.replace(request, client=caller_of(http.scope).client)
@@ -60,8 +67,8 @@ def routes(parts: ApiParts) -> list[Route]:
             return json_response(Tokens(len(ids), served.max_model_len, ids, strings))
 
     async def detokenize(http: HttpRequest) -> Response:
-        with parts.admission.enter():
-            asked = convert(await parts.bodies.read_json(http), DetokenizeRequest)
+        with ExitStack() as inside:
+            asked = convert(await _read(http, inside), DetokenizeRequest)
             served = parts.served()
             check_model(asked.model, served)
             check_tokens("tokens", asked.tokens, served)
