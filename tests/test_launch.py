@@ -76,7 +76,9 @@ def play_broken_worker(config: Config, worker: WorkerConfig) -> None:
 
 
 def _post(url: str, path: str, value: object) -> None:
-    urllib.request.urlopen(f"{url}/workers/{path}", msgspec.json.encode(value), timeout=5).close()
+    headers = {"content-type": "application/json"}
+    asked = urllib.request.Request(f"{url}/workers/{path}", msgspec.json.encode(value), headers)
+    urllib.request.urlopen(asked, timeout=5).close()
 
 
 class Worker:

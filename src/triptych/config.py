@@ -175,7 +175,7 @@ class ApiConfig(Section, frozen=True):
     max_reading_bytes: Annotated[
         PositiveInt, doc("bytes of all bodies that are being read; one more is answered 503")
     ] = 1 << 30
-    body_timeout_s: Annotated[Seconds, doc("time in which a request body must arrive")] = 60.0
+    body_timeout_s: Annotated[Seconds, doc("time in which a request body must arrive")] = 30.0
     api_keys_file: Annotated[
         str, doc("file of API keys, one a line; the variable TRIPTYCH_API_KEYS may hold more; none at all: no keys")
     ] = ""

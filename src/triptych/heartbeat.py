@@ -57,7 +57,8 @@ class HttpLine:
 
     def _post(self, path: str, body: object) -> Answer:
         try:
-            response = self._client.post(path, content=msgspec.json.encode(body))
+            headers = {"content-type": "application/json"}
+            response = self._client.post(path, content=msgspec.json.encode(body), headers=headers)
         except httpx.HTTPError as error:
             raise NoAnswerError(str(error)) from error
         return Answer(response.status_code, response.text)

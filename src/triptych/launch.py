@@ -282,8 +282,8 @@ class Deployment:
         self._serving = self._server = self._supervisor = self._announcer = None
 
     async def _drain(self, admission: Admission) -> None:
-        if admission.num_inside:
-            self._say(f"waiting for {admission.num_inside} running requests")
+        if num_running := admission.num_inside + admission.num_arriving:
+            self._say(f"waiting for {num_running} running requests")
         idle = asyncio.create_task(admission.wait_idle(self.config.router.drain_s))
         forced = asyncio.create_task(self._forced.wait())
         await asyncio.wait({idle, forced}, return_when=asyncio.FIRST_COMPLETED)

@@ -9,6 +9,7 @@ import pytest
 from tests.api.conftest import TIMING
 from tests.api.test_answers import payloads
 from tests.api.test_errors import error_of
+from triptych.api.tokens import OF_A_CHAT
 from triptych.errors import EngineError
 from triptych.types import (
     ChoiceFinished,
@@ -201,6 +202,25 @@ async def test_tokenize_chat(api: Any) -> None:
 async def test_tokens_refused(api: Any, path: str, fields: dict[str, object], param: str) -> None:
     status, _, named = error_of(await api.post(path, **fields))
     assert (status, named) == (400, param)
+
+
+async def test_tokenize_cuts_the_prompt_as_the_answer_would(api: Any) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    response = await api.post("/tokenize", messages=messages, truncate_prompt_tokens=-1, max_tokens=40)
+    assert response.status_code == 200
+    await api.post("/tokenize", messages=messages, truncate_prompt_tokens=3, truncation_side="right")
+    cuts = [(request.truncate_prompt_tokens, request.truncation_side) for request in api.router.requests]
+    assert cuts == [(60, "left"), (3, "right")]
+    response = await api.post("/tokenize", messages=messages, truncate_prompt_tokens=0)
+    assert error_of(response) == (400, "BadRequestError", "truncate_prompt_tokens")
+
+
+@pytest.mark.parametrize("field", sorted(OF_A_CHAT))
+async def test_tokenize_of_a_text_has_no_fields_of_a_chat(api: Any, field: str) -> None:
+    response = await api.post("/tokenize", prompt="ab", **{field: "anything"})
+    assert error_of(response) == (400, "BadRequestError", field)
+    for value in (None, *OF_A_CHAT[field]):
+        assert (await api.post("/tokenize", prompt="ab", **{field: value})).status_code == 200
 
 
 async def test_detokenize(api: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.api.conftest import serving
 from tests.api.test_errors import error_of
+from triptych.api import body
 from triptych.api.keys import VARIABLE, Keys
 from triptych.api.rates import MAX_BUCKETS, Rates
 from triptych.errors import AuthenticationError, ConfigError, OverloadedError, RateLimitError
@@ -199,6 +200,82 @@ async def test_a_body_that_does_not_arrive() -> None:
         response = await api.http.post(CHAT, content=half(), headers={"content-type": "application/json"})
         assert error_of(response) == (408, "RequestTimeoutError", None)
         assert api.admission.num_inside == 0
+
+
+async def test_bodies_that_do_not_arrive_keep_nobody_out(api: Any) -> None:
+    go_on = asyncio.Event()
+
+    async def slow() -> Any:
+        yield b"{"
+        await go_on.wait()
+        yield b"}"
+
+    headers = {"content-type": "application/json"}
+    waiting = [
+        asyncio.create_task(api.http.post(path, content=slow(), headers=headers))
+        for path in (CHAT, "/v1/responses", "/tokenize", "/detokenize") * 10
+    ]
+    await asyncio.sleep(0.01)
+    assert (api.admission.num_arriving, api.admission.num_inside) == (40, 0)
+    assert (await api.chat()).status_code == 200
+    go_on.set()
+    assert {(await task).status_code for task in waiting} == {400}
+    assert (api.admission.num_arriving, api.admission.num_inside) == (0, 0)
+
+
+async def test_full_when_its_body_has_been_read(api: Any) -> None:
+    go_on, block = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> Any:
+        yield b'{"messages": [{"role": "user", "content": "hi"}]'
+        await go_on.wait()
+        yield b"}"
+
+    late = asyncio.create_task(api.http.post(CHAT, content=slow(), headers={"content-type": "application/json"}))
+    await asyncio.sleep(0.01)
+    api.router.script.insert(0, block)
+    running = [asyncio.create_task(api.chat()) for _ in range(16)]
+    await asyncio.sleep(0.05)
+    assert api.admission.num_inside == 16
+    go_on.set()
+    assert error_of(await late) == (503, "ServiceUnavailableError", None)
+    block.set()
+    assert {(await task).status_code for task in running} == {200}
+
+
+async def test_what_is_being_read_when_the_door_closes_is_waited_for_and_answered(api: Any) -> None:
+    go_on = asyncio.Event()
+
+    async def slow() -> Any:
+        yield b'{"messages": [{"role": "user", "content": "hi"}]'
+        await go_on.wait()
+        yield b"}"
+
+    late = asyncio.create_task(api.http.post(CHAT, content=slow(), headers={"content-type": "application/json"}))
+    await asyncio.sleep(0.01)
+    api.admission.close()
+    assert not await api.admission.wait_idle(0.01)
+    assert (await api.chat()).status_code == 503
+    go_on.set()
+    assert (await late).status_code == 200
+    assert await api.admission.wait_idle(1)
+
+
+async def test_so_many_bodies_are_read_at_once(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "MAX_READING", 1)
+    go_on = asyncio.Event()
+
+    async def slow() -> Any:
+        yield b"{"
+        await go_on.wait()
+        yield b"}"
+
+    first = asyncio.create_task(api.http.post(CHAT, content=slow(), headers={"content-type": "application/json"}))
+    await asyncio.sleep(0.01)
+    assert error_of(await api.chat()) == (503, "ServiceUnavailableError", None)
+    go_on.set()
+    assert (await first).status_code == 400
+    assert (await api.chat()).status_code == 200
 
 
 async def test_all_bodies_together_are_bounded() -> None:

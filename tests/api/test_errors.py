@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from triptych.api.body import decode_object
-from triptych.api.unsupported import CHAT
+from triptych.api.chat import ChatRequest
+from triptych.api.completions import CompletionRequest
+from triptych.api.responses import ResponsesRequest
+from triptych.api.unsupported import ABSENT, CHAT
 from triptych.errors import (
     BadRequestError,
     DeadlineExceededError,
@@ -193,6 +197,27 @@ NOT_NEUTRAL: dict[str, object] = {
 async def test_unsupported_field(api: Any, field: str) -> None:
     value = NOT_NEUTRAL.get(field, "anything")
     assert error_of(await api.chat(**{field: value})) == (400, "BadRequestError", field)
+
+
+def _missing(own: type[msgspec.Struct]) -> list[str]:
+    return sorted({*ChatRequest.__struct_fields__, *CHAT} - {*own.__struct_fields__})
+
+
+ELSEWHERE = [
+    *[("/v1/completions", {"prompt": "a"}, field) for field in _missing(CompletionRequest)],
+    *[("/v1/responses", {"input": "a"}, field) for field in _missing(ResponsesRequest)],
+]
+
+
+@pytest.mark.parametrize(("route", "body", "field"), ELSEWHERE)
+async def test_what_chat_knows_and_another_route_lacks_is_refused_there(
+    api: Any, route: str, body: dict[str, object], field: str
+) -> None:
+    response = await api.post(route, **body, **{field: NOT_NEUTRAL.get(field, "anything")})
+    assert error_of(response) == (400, "BadRequestError", field)
+    neutral = {**ABSENT, **CHAT, "stream_options": ({},)}.get(field, ())
+    for value in (None, *neutral):
+        assert (await api.post(route, **body, **{field: value})).status_code == 200
 
 
 async def test_neutral_and_unknown_fields_change_nothing(api: Any) -> None:

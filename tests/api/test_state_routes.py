@@ -72,8 +72,11 @@ async def test_those_who_ask_for_health_at_once_share_the_probes(api: Any) -> No
     assert asked == 2
 
 
+JSON = {"content-type": "application/json"}
+
+
 async def post(api: Any, path: str, value: object) -> Any:
-    return await api.http.post(path, content=msgspec.json.encode(value))  # as workers do: without a content type
+    return await api.http.post(path, content=msgspec.json.encode(value), headers=JSON)
 
 
 async def test_life_of_a_worker(api: Any) -> None:
@@ -106,10 +109,30 @@ async def test_only_loopback_peers_reach_the_admin_routes(api: Any) -> None:
     app = create_app(api.router, Config(), Metrics())
     transport = httpx.ASGITransport(app, client=("10.0.0.9", 1234))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as stranger:
-        response = await stranger.post("/workers/register", content=msgspec.json.encode(worker_info()))
+        response = await stranger.post("/workers/register", content=msgspec.json.encode(worker_info()), headers=JSON)
         assert response.status_code == 404
         assert (await stranger.get("/v1/models")).status_code == 200
     assert api.router.registry.workers() == []
+
+
+@pytest.mark.parametrize("path", ["register", "heartbeat", "leave", "drain"])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-type": "text/plain"}, 400),
+        ({}, 400),
+        (JSON | {"origin": "https://a.example"}, 404),
+        (JSON | {"origin": "null"}, 404),
+        (JSON | {"sec-fetch-site": "same-origin"}, 404),
+    ],
+)
+async def test_no_page_in_a_browser_reaches_the_admin_routes(
+    api: Any, path: str, headers: dict[str, str], status: int
+) -> None:
+    for body in (worker_info(), Heartbeat("encode-0", "e1", Load())):
+        response = await api.http.post(f"/workers/{path}", content=msgspec.json.encode(body), headers=headers)
+        assert response.status_code == status
+    assert (api.router.registry.workers(), api.router.drained) == ([], [])
 
 
 async def test_metrics(api: Any) -> None:
@@ -119,8 +142,8 @@ async def test_metrics(api: Any) -> None:
 
 
 async def test_an_operator_drains_a_worker_by_name(api: Any) -> None:
-    response = await api.http.post("/workers/drain", content=b'{"name": "encode-0"}')
+    response = await post(api, "/workers/drain", {"name": "encode-0"})
     assert response.status_code == 200
-    response = await api.http.post("/workers/drain", content=b'{"name": "other"}')
+    response = await post(api, "/workers/drain", {"name": "other"})
     assert response.status_code == 404
     assert api.router.drained == ["encode-0", "other"]

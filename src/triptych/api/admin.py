@@ -1,7 +1,8 @@
 """Workers over HTTP: they register, heartbeat and leave (`heartbeat.py` calls), and an operator drains one.
 
-Only loopback peers are heard: whoever may register a worker may read every prompt. Workers of a deployment that spans
-hosts use the router's encrypted mailbox instead (`router/registration.py`).
+Only loopback peers are heard: whoever may register a worker may read every prompt. A page in a browser of this host is
+such a peer too, and is refused. Workers of a deployment that spans hosts use the router's encrypted mailbox instead
+(`router/registration.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from triptych.api.body import BodyReader, convert, decode_object, json_response
+from triptych.api.body import BodyReader, convert, decode_object, json_response, require_json
 from triptych.api.errors import ErrorBody, ErrorDetail
 from triptych.api.seam import RouterLike
 from triptych.errors import ConfigError, NotFoundError
@@ -21,6 +22,7 @@ from triptych.types import Heartbeat, WorkerInfo
 
 MAX_ADMIN_BYTES = 1 << 20
 BODY_TIMEOUT_S = 10.0
+BROWSER_HEADERS = ("origin", "sec-fetch-site")  # pages cannot leave them out, and programs do not send them
 
 
 class Leaving(msgspec.Struct, frozen=True):
@@ -29,8 +31,9 @@ class Leaving(msgspec.Struct, frozen=True):
 
 
 async def _body(request: Request) -> bytes:
-    if not is_loopback(request):
+    if not is_loopback(request) or any(header in request.headers for header in BROWSER_HEADERS):
         raise NotFoundError("Not found.")  # what a peer that may not ask sees
+    require_json(request)  # a browser asks first before it sends this to another origin
     return await BodyReader(MAX_ADMIN_BYTES, MAX_ADMIN_BYTES, BODY_TIMEOUT_S).read(request)
 
 

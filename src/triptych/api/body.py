@@ -1,6 +1,6 @@
 """A request's body: read under limits, decoded, and made a struct; and JSON answers. Called by every route.
 
-What is read at once is bounded in bytes over all requests, so that many large bodies cannot fill the memory.
+What is read at once is bounded over all requests, in bytes and in number, so that many bodies cannot fill the memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ T = TypeVar("T")
 MAX_VALUES = 200_000  # about a tenth of a second to read
 
 
+MAX_READING = 4096  # bodies at once: slow ones cost little more than their sockets
+
+
 class BodyReader:
     """`timeout_s` is for one body; `max_reading_bytes` for all that are being read."""
 
@@ -29,6 +32,7 @@ class BodyReader:
         self._max_reading_bytes = max_reading_bytes
         self._timeout_s = timeout_s
         self.num_reading_bytes = 0
+        self.num_reading = 0
 
     async def read_json(self, request: Request) -> dict[str, Any]:
         """The body as an object. Raises what a client must know of a body that is not one, too large or too slow."""
@@ -52,8 +56,11 @@ class BodyReader:
             raise MalformedRequestError("The client went away before the body's end.") from None
 
     async def _read(self, request: Request) -> bytes:
+        if self.num_reading >= MAX_READING:
+            raise OverloadedError(f"{MAX_READING} request bodies are being read, the limit; ask again.")
         chunks: list[bytes] = []
         num_bytes = 0
+        self.num_reading += 1
         try:
             async for chunk in request.stream():
                 num_bytes += len(chunk)
@@ -65,6 +72,7 @@ class BodyReader:
                 chunks.append(chunk)
             return b"".join(chunks)
         finally:
+            self.num_reading -= 1
             self.num_reading_bytes -= num_bytes
 
     def _too_large(self) -> RequestTooLargeError:

@@ -60,7 +60,7 @@ def parse_chat(body: dict[str, Any], served: Served, caller: Caller) -> Call:
     check_fields(body, chat, served, CHAT)
     ids = Ids("chatcmpl-", chat.request_id, caller)
     num_logprobs = _num_logprobs(chat)
-    request = read_request(chat, served, caller, ids, _max_tokens(chat, served), num_logprobs)
+    request = read_request(chat, served, caller, ids, read_limit(chat, served), num_logprobs)
     request = with_messages(request, chat, served)
     request = msgspec.structs.replace(request, parallel_tool_calls=given(chat.parallel_tool_calls, True))
     if request.structure is not None and request.tool_choice is ToolChoice.REQUIRED:
@@ -103,7 +103,7 @@ def with_messages(request: Request, chat: ChatRequest, served: Served) -> Reques
     )
 
 
-def _max_tokens(chat: ChatRequest, served: Served) -> int | None:
+def read_limit(chat: ChatRequest, served: Served) -> int | None:
     """`max_completion_tokens` goes before the older `max_tokens`."""
     for field in ("max_completion_tokens", "max_tokens"):
         value = getattr(chat, field)

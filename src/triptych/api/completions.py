@@ -12,11 +12,12 @@ import msgspec
 
 from triptych.api.body import convert
 from triptych.api.call import Call
+from triptych.api.chat import ChatRequest
 from triptych.api.completion_answer import CompletionForm
 from triptych.api.fields import Caller, GenerationFields, Served
 from triptych.api.generation import check_fields, read_request, read_shown
 from triptych.api.sampling import MAX_LOGPROBS, SEED_RANGE, Ids, check_tokens, given, in_range, read_max_tokens
-from triptych.api.unsupported import COMPLETIONS
+from triptych.api.unsupported import CHAT, COMPLETIONS, elsewhere
 from triptych.errors import BadRequestError, UnsupportedFieldError
 from triptych.types import Request
 
@@ -32,10 +33,13 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     best_of: int | None = None
 
 
+REFUSED = elsewhere(CompletionRequest, COMPLETIONS, ChatRequest, CHAT)
+
+
 def parse_completion(body: dict[str, Any], served: Served, caller: Caller) -> Call:
     """Raises MalformedRequestError, UnsupportedFieldError, BadRequestError or NotFoundError, naming the field."""
     asked = convert(body, CompletionRequest)
-    check_fields(body, asked, served, COMPLETIONS)
+    check_fields(body, asked, served, REFUSED)
     ids = Ids("cmpl-", asked.request_id, caller)
     echo = given(asked.echo, False)
     prompts = _prompts(asked.prompt, served)

@@ -82,9 +82,11 @@ class GenerationEndpoint:
         """The checked call, after the doors. One that fails here is counted here: the router never hears of it."""
         parts, started_s, caller = self._parts, time.monotonic(), caller_of(request.scope)
         try:
-            inside.enter_context(parts.admission.enter())
-            parts.router.admit()
-            call = self._parse(await parts.bodies.read_json(request), parts.served(), caller)
+            with parts.admission.arrive():
+                parts.router.admit()
+                body = await parts.bodies.read_json(request)
+                inside.enter_context(parts.admission.enter())
+            call = self._parse(body, parts.served(), caller)
         except TriptychError as error:
             count_refused(error, parts.metrics, caller.request_id, started_s)
             raise

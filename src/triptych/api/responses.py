@@ -12,6 +12,7 @@ import msgspec
 
 from triptych.api.body import convert
 from triptych.api.call import Call
+from triptych.api.chat import ChatRequest
 from triptych.api.fields import Caller, GenerationFields, JsonSchema, Served
 from triptych.api.generation import read_request
 from triptych.api.response_answer import ResponseForm
@@ -20,7 +21,7 @@ from triptych.api.response_input import read_input
 from triptych.api.sampling import MAX_LOGPROBS, Ids, check_model, given, in_range, read_max_tokens
 from triptych.api.structure import of_schema
 from triptych.api.tools import Function, FunctionName, NamedTool, Tool, read_tools
-from triptych.api.unsupported import RESPONSES, refuse_unsupported
+from triptych.api.unsupported import CHAT, RESPONSES, elsewhere, refuse_unsupported
 from triptych.errors import BadRequestError, MalformedRequestError, UnsupportedFieldError
 from triptych.types import Structure, ToolChoice
 
@@ -68,6 +69,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     media_io_kwargs: dict[str, Any] | None = None
 
 
+REFUSED = elsewhere(ResponsesRequest, RESPONSES, ChatRequest, CHAT)
 SHARED = (  # of `GenerationFields`, by the same name
     "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "cache_salt", "priority", "session_id",
@@ -78,7 +80,7 @@ def parse_response(body: dict[str, Any], served: Served, caller: Caller) -> Call
     """Raises MalformedRequestError, UnsupportedFieldError, BadRequestError or NotFoundError, naming the field."""
     asked = convert(body, ResponsesRequest)
     check_model(asked.model, served)
-    refuse_unsupported(body, RESPONSES)
+    refuse_unsupported(body, REFUSED)
     for wanted in asked.include or []:
         if wanted != LOGPROBS:
             raise UnsupportedFieldError(f"`include` of {wanted[:80]!r} is not implemented.", param="include")

@@ -1,11 +1,14 @@
 """Request fields that would change the result and are not implemented, with the values that change nothing.
 
-`null` is always neutral. A field that is neither here nor among those of the request is ignored.
+`null` is always neutral. What chat implements or refuses is refused wherever a route lacks it (`elsewhere`). A field
+that is neither here nor among those of any request is ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+import msgspec
 
 from triptych.errors import UnsupportedFieldError
 
@@ -33,9 +36,14 @@ GENERATION: Neutral = {
     "vllm_xargs": ({},),
     "return_token_offsets": (False,),
     "return_prompt_text": (False,),
+    # of the Responses API
+    "input": (),
+    "instructions": ("",),
+    "max_output_tokens": (),
 }
 CHAT: Neutral = {
     **GENERATION,
+    "prompt": (),
     "best_of": (1,),
     "functions": ([],),
     "function_call": ("none",),
@@ -62,11 +70,40 @@ RESPONSES: Neutral = {
     "reasoning": ({}, {"effort": "none"}),
     "truncation": ("disabled",),
     "moderation": (),
-    "modalities": (["text"],),
-    "use_beam_search": (False,),
-    "kv_transfer_params": ({},),
-    "ec_transfer_params": ({},),
+    "stream_options": ({}, {"include_usage": True}, {"include_usage": False}, {"include_obfuscation": False}),
 }
+# Of fields that some route implements: what changes nothing on a route that does not.
+ABSENT: Neutral = {
+    "add_generation_prompt": (True,),
+    "bad_words": ([],),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "media_io_kwargs": ({},),
+    "min_tokens": (0,),
+    "mm_processor_kwargs": ({},),
+    "parallel_tool_calls": (True, False),  # without tools
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "timing": (False,),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncation_side": ("left",),
+}
+
+
+def elsewhere(own: type[msgspec.Struct], neutral: Neutral, other: type[msgspec.Struct], others: Neutral) -> Neutral:
+    """All that the route of `own` refuses: what is `neutral`, and what that of `other` knows and this one lacks."""
+    known = {**{field: ABSENT.get(field, ()) for field in other.__struct_fields__}, **others, **neutral}
+    return {field: values for field, values in known.items() if field not in own.__struct_fields__}
 
 
 def refuse_unsupported(body: Mapping[str, object], neutral: Neutral) -> None:
@@ -74,4 +111,4 @@ def refuse_unsupported(body: Mapping[str, object], neutral: Neutral) -> None:
     for field, values in neutral.items():
         value = body.get(field)
         if value is not None and value not in values:
-            raise UnsupportedFieldError(f"`{field}` is not implemented with this value.", param=field)
+            raise UnsupportedFieldError(f"`{field}` is not implemented here, or not with this value.", param=field)
