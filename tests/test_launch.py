@@ -59,7 +59,10 @@ def play_worker(config: Config, worker: WorkerConfig) -> None:
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     address = WorkerAddress(worker.name, f"{os.getpid()}", "", "")
-    info = WorkerInfo(address, worker.stages, "v1", "fake", 10, WeightsReport(1, 2, 3, 4, 0.5), os.getpid())
+    info = WorkerInfo(
+        address, worker.stages, "v1", "fake", 10, WeightsReport(1, 2, 3, 4, 0.5), os.getpid(),
+        supervised=worker.supervised,
+    )  # fmt: skip
     with Path(worker.runtime_dir, f"{worker.name}.lives").open("a") as lives:
         lives.write(f"{os.getpid()}\n")
     _post(worker.router_url, "register", info)
@@ -266,8 +269,10 @@ async def test_start_serve_and_clean_stop() -> None:
         assert os.stat(runtime_dir).st_mode & 0o777 == 0o700
         async with httpx.AsyncClient(base_url=running.url, trust_env=False) as client:
             assert (await client.get("/ready")).status_code == 200
-            names = [worker["name"] for worker in (await client.get("/topology")).json()["workers"]]
+            workers = (await client.get("/topology")).json()["workers"]
+            names = [worker["name"] for worker in workers]
             assert sorted(names) == ["encode-0", "prefill-decode-0"]
+            assert all(worker["info"]["supervised"] for worker in workers)
             body = {"messages": [{"role": "user", "content": "?"}]}
             answer = await client.post("/v1/chat/completions", json=body)
             assert answer.json()["choices"][0]["message"]["content"] == "yes"

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 
+import msgspec
+
 from triptych.config import Config, WorkerConfig
 from triptych.errors import TriptychError
 from triptych.observe import logging as log_lines
@@ -83,7 +85,7 @@ class Supervisor:
     def start(self, workers: Sequence[WorkerConfig]) -> None:
         _start_fork_server()
         for worker in workers:
-            child = self._children[worker.name] = Child(worker)
+            child = self._children[worker.name] = Child(msgspec.structs.replace(worker, supervised=True))
             self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep-{worker.name}"))
 
     def pid(self, name: str) -> int | None:
