@@ -27,7 +27,7 @@ from triptych.api.admission import Admission
 from triptych.api.app import create_app
 from triptych.cli.foreground import serve
 from triptych.config import ApiConfig, Config, RouterConfig, WorkerConfig
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, EngineError
 from triptych.launch import Deployment, Serving
 from triptych.observe.metrics import Metrics
 from triptych.placement import Placement, parse_pins
@@ -75,7 +75,21 @@ def play_worker(config: Config, worker: WorkerConfig) -> None:
 
 
 def play_broken_worker(config: Config, worker: WorkerConfig) -> None:
+    raise EngineError("broken")
+
+
+def play_mistaken_worker(config: Config, worker: WorkerConfig) -> None:
     raise ConfigError("no such checkpoint")
+
+
+def play_hindered_worker(config: Config, worker: WorkerConfig) -> None:
+    """Its second life has no memory."""
+    lives = Path(worker.runtime_dir, f"{worker.name}.lives")
+    if lives.exists() and lives.read_text().count("\n") == 1:
+        with lives.open("a") as file:
+            file.write("0\n")
+        raise ConfigError("no memory")
+    play_worker(config, worker)
 
 
 def _post(url: str, path: str, value: object) -> None:
@@ -301,6 +315,20 @@ async def test_a_worker_that_cannot_start_is_given_up() -> None:
     with pytest.raises(ConfigError, match=r"ended with exit code 1, 5 times within 60 s: given up"):
         async with deployment(target=play_broken_worker):
             raise AssertionError("it cannot have started")
+
+
+async def test_a_mistake_in_the_configuration_is_told_once_and_not_tried_again() -> None:
+    with pytest.raises(ConfigError, match=r"^worker (encode-0|prefill-decode-0): no such checkpoint$"):
+        async with deployment(target=play_mistaken_worker):
+            raise AssertionError("it cannot have started")
+    assert not any("ended with" in line for line in LINES)
+
+
+async def test_what_keeps_a_later_life_from_starting_may_pass() -> None:
+    async with deployment("EPD", target=play_hindered_worker) as running:
+        running.kill("epd-0")
+        await until(lambda: num_lives(running, "epd-0") == 3 and running.router.ready(), "a third life")
+    assert any("epd-0 ended with exit code 1 (death 2)" in line for line in LINES)
 
 
 async def test_a_worker_that_was_lost_and_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
