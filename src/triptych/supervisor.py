@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 RunWorker = Callable[[Config, WorkerConfig], None]
 
 PRELOAD = ("torch", "transformers", "triptych.worker")
+UNGUARDED = 79  # exit code of a child whose script starts a deployment while it is imported
 ORPHAN_DRAIN_S = 2.0  # for an orphan to free what it shares, before it is forced
 ORPHAN_FORCE_S = 3.0
 
@@ -192,6 +193,12 @@ class Supervisor:
         if end.code == 0:
             self._say(f"{child.config.name} left, starting it again in {self._policy.first_delay_s:.1f} s")
             return self._policy.first_delay_s
+        if end.code == UNGUARDED:
+            self._give_up(
+                "a worker process imports the script that started it, and this one makes a deployment while it is "
+                'imported: put that, `LLM(..., placement=...)` say, below `if __name__ == "__main__":`'
+            )
+            return None
         if end.reason:
             if child.num_lives == 1:
                 self._give_up(f"worker {child.config.name}: {end.reason}")
@@ -226,6 +233,15 @@ def _describe(code: int | None) -> str:
     if code is None:
         return "no process"
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def leave_if_imported() -> None:
+    """Ends a child that would start children while it still imports its parent's script: it never gets to its work.
+
+    An exception would be a traceback for each child, or be caught by the script.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)
 
 
 def _start_fork_server() -> None:
