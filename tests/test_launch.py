@@ -27,7 +27,7 @@ from triptych.api.admission import Admission
 from triptych.api.app import create_app
 from triptych.cli.foreground import serve
 from triptych.config import ApiConfig, Config, RouterConfig, WorkerConfig
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, EngineError
 from triptych.launch import Deployment, Serving
 from triptych.observe.metrics import Metrics
 from triptych.placement import Placement, parse_pins
@@ -59,7 +59,10 @@ def play_worker(config: Config, worker: WorkerConfig) -> None:
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     address = WorkerAddress(worker.name, f"{os.getpid()}", "", "")
-    info = WorkerInfo(address, worker.stages, "v1", "fake", 10, WeightsReport(1, 2, 3, 4, 0.5), os.getpid())
+    info = WorkerInfo(
+        address, worker.stages, "v1", "fake", 10, WeightsReport(1, 2, 3, 4, 0.5), os.getpid(),
+        supervised=worker.supervised,
+    )  # fmt: skip
     with Path(worker.runtime_dir, f"{worker.name}.lives").open("a") as lives:
         lives.write(f"{os.getpid()}\n")
     _post(worker.router_url, "register", info)
@@ -72,7 +75,21 @@ def play_worker(config: Config, worker: WorkerConfig) -> None:
 
 
 def play_broken_worker(config: Config, worker: WorkerConfig) -> None:
+    raise EngineError("broken")
+
+
+def play_mistaken_worker(config: Config, worker: WorkerConfig) -> None:
     raise ConfigError("no such checkpoint")
+
+
+def play_hindered_worker(config: Config, worker: WorkerConfig) -> None:
+    """Its second life has no memory."""
+    lives = Path(worker.runtime_dir, f"{worker.name}.lives")
+    if lives.exists() and lives.read_text().count("\n") == 1:
+        with lives.open("a") as file:
+            file.write("0\n")
+        raise ConfigError("no memory")
+    play_worker(config, worker)
 
 
 def _post(url: str, path: str, value: object) -> None:
@@ -268,8 +285,10 @@ async def test_start_serve_and_clean_stop() -> None:
         assert os.stat(runtime_dir).st_mode & 0o777 == 0o700
         async with httpx.AsyncClient(base_url=running.url, trust_env=False) as client:
             assert (await client.get("/ready")).status_code == 200
-            names = [worker["name"] for worker in (await client.get("/topology")).json()["workers"]]
+            workers = (await client.get("/topology")).json()["workers"]
+            names = [worker["name"] for worker in workers]
             assert sorted(names) == ["encode-0", "prefill-decode-0"]
+            assert all(worker["info"]["supervised"] for worker in workers)
             body = {"messages": [{"role": "user", "content": "?"}]}
             answer = await client.post("/v1/chat/completions", json=body)
             assert answer.json()["choices"][0]["message"]["content"] == "yes"
@@ -298,6 +317,20 @@ async def test_a_worker_that_cannot_start_is_given_up() -> None:
     with pytest.raises(ConfigError, match=r"ended with exit code 1, 5 times within 60 s: given up"):
         async with deployment(target=play_broken_worker):
             raise AssertionError("it cannot have started")
+
+
+async def test_a_mistake_in_the_configuration_is_told_once_and_not_tried_again() -> None:
+    with pytest.raises(ConfigError, match=r"^worker (encode-0|prefill-decode-0): no such checkpoint$"):
+        async with deployment(target=play_mistaken_worker):
+            raise AssertionError("it cannot have started")
+    assert not any("ended with" in line for line in LINES)
+
+
+async def test_what_keeps_a_later_life_from_starting_may_pass() -> None:
+    async with deployment("EPD", target=play_hindered_worker) as running:
+        running.kill("epd-0")
+        await until(lambda: num_lives(running, "epd-0") == 3 and running.router.ready(), "a third life")
+    assert any("epd-0 ended with exit code 1 (death 2)" in line for line in LINES)
 
 
 async def test_a_worker_that_was_lost_and_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,6 +216,7 @@ class WorkerConfig(Section, frozen=True):
     host: str = ""  # with it: the address of this host at which the others reach the worker
     port: int = 0  # of its mailbox; 0: any free one
     data_port: int = 0  # of its memory pool; 0: any free one
+    supervised: bool = False  # set by the supervisor, which starts it again
 
 
 def load(file: Path | None, overrides: dict[str, dict[str, Any]]) -> Config:

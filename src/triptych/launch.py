@@ -27,7 +27,7 @@ from triptych.observe.metrics import Metrics
 from triptych.observe.startup import describe_worker
 from triptych.placement import Pins, Placement
 from triptych.runtime_dir import RuntimeDir
-from triptych.supervisor import PRELOAD, RestartPolicy, RunWorker, Supervisor
+from triptych.supervisor import PRELOAD, RestartPolicy, RunWorker, Supervisor, leave_if_imported
 
 __all__ = ["Deployment", "Pins", "Placement", "compose"]
 
@@ -148,6 +148,8 @@ class Deployment:
 
     async def start(self) -> None:
         """Returns when every stage has a live worker. Raises ConfigError when that cannot be."""
+        if self.placement is not None:
+            leave_if_imported()
         started_s = time.monotonic()
         set_environment()
         api = self.config.api

@@ -6,7 +6,7 @@ Read by `launch.py` in the router process, from `--placement` or from the counts
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from triptych.config import WorkerConfig
@@ -103,6 +103,21 @@ def parse_pins(texts: Sequence[str]) -> dict[str, list[int]]:
         except ValueError:
             raise ConfigError(f"--pin {text}: not of the form NAME=CORES, as in encode=0 or prefill-0=1,3-5") from None
     return pins
+
+
+def check_cores(where: str, cores: Sequence[int], allowed: Collection[int]) -> None:
+    """Raises ConfigError for a core that this process may not run on."""
+    for core in cores:
+        if core not in allowed:
+            raise ConfigError(f"{where}: core {core} does not exist; there are {_ranges(allowed)}")
+
+
+def _ranges(numbers: Collection[int]) -> str:
+    """0, 2, 3, 4 is `0,2-4`."""
+    firsts = sorted(number for number in numbers if number - 1 not in numbers)
+    lasts = sorted(number for number in numbers if number + 1 not in numbers)
+    pairs = zip(firsts, lasts, strict=True)
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in pairs)
 
 
 def parse_cores(text: str) -> list[int]:

@@ -18,10 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from typing import Any, NamedTuple
+
+import msgspec
 
 from triptych.config import Config, WorkerConfig
-from triptych.errors import TriptychError
+from triptych.errors import ConfigError, TriptychError
 from triptych.observe import logging as log_lines
 from triptych.runtime_dir import remove_if_orphaned
 
@@ -30,6 +34,7 @@ logger = logging.getLogger(__name__)
 RunWorker = Callable[[Config, WorkerConfig], None]
 
 PRELOAD = ("torch", "transformers", "triptych.worker")
+UNGUARDED = 79  # exit code of a child whose script starts a deployment while it is imported
 ORPHAN_DRAIN_S = 2.0  # for an orphan to free what it shares, before it is forced
 ORPHAN_FORCE_S = 3.0
 
@@ -46,12 +51,20 @@ class RestartPolicy:
         return min(self.first_delay_s * 2.0 ** (num_deaths - 1), self.max_delay_s)
 
 
+class End(NamedTuple):
+    """How one life ended."""
+
+    code: int | None  # None: it could not be started
+    reason: str = ""  # of a ConfigError
+
+
 @dataclass
 class Child:
     """One worker over all its lives."""
 
     config: WorkerConfig
     process: ForkServerProcess | None = None  # of the life that runs
+    num_lives: int = 0  # begun
     deaths_s: list[float] = field(default_factory=list)  # within the policy's window, on the monotonic clock
 
 
@@ -83,7 +96,7 @@ class Supervisor:
     def start(self, workers: Sequence[WorkerConfig]) -> None:
         _start_fork_server()
         for worker in workers:
-            child = self._children[worker.name] = Child(worker)
+            child = self._children[worker.name] = Child(msgspec.structs.replace(worker, supervised=True))
             self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep-{worker.name}"))
 
     def pid(self, name: str) -> int | None:
@@ -124,11 +137,11 @@ class Supervisor:
     async def _keep(self, child: Child) -> None:
         """One life after the other, until stopping or given up."""
         while not self._stopping.is_set():
-            code = await self._live(child)
+            end = await self._live(child)
             if self._stopping.is_set():
                 return
             self._on_death(child.config.name)
-            delay_s = self._next_delay_s(child, code)
+            delay_s = self._next_delay_s(child, end)
             if delay_s is None:
                 return
             try:
@@ -137,16 +150,25 @@ class Supervisor:
             except TimeoutError:
                 continue
 
-    async def _live(self, child: Child) -> int | None:
-        """Start the process, wait for its end, give its exit code, or None if it could not be started."""
-        process = self._context.Process(
-            target=worker_main, args=(self._target, self._config, child.config), name=child.config.name
-        )
-        try:
-            await asyncio.to_thread(process.start)  # the first one waits for the fork server's imports
-        except (EOFError, OSError) as error:
-            logger.error("the fork server did not start %s: %s", child.config.name, error)
-            return None
+    async def _live(self, child: Child) -> End:
+        """Start the process and wait for its end."""
+        child.num_lives += 1
+        reasons, told = self._context.Pipe(duplex=False)
+        with reasons:
+            with told:  # the child has its own end
+                process = self._context.Process(
+                    target=worker_main, args=(self._target, self._config, child.config, told), name=child.config.name
+                )
+                try:
+                    await asyncio.to_thread(process.start)  # the first one waits for the fork server's imports
+                except (EOFError, OSError) as error:
+                    logger.error("the fork server did not start %s: %s", child.config.name, error)
+                    return End(None)
+            code = await self._until_end(child, process)
+            return End(code, _received(reasons))
+
+    async def _until_end(self, child: Child, process: ForkServerProcess) -> int | None:
+        """The exit code."""
         child.process = process
         if self._stopping.is_set():
             process.terminate()
@@ -163,29 +185,63 @@ class Supervisor:
         process.close()
         return code
 
-    def _next_delay_s(self, child: Child, code: int | None) -> float | None:
-        """Seconds until the next start; None when the worker died too often. One that left as it was told did not."""
-        if code == 0:
+    def _next_delay_s(self, child: Child, end: End) -> float | None:
+        """Seconds until the next start; None when the worker died too often, or cannot start as it is configured.
+
+        One that left as it was told did not die. What keeps a later life from starting may pass: lack of memory, say.
+        """
+        if end.code == 0:
             self._say(f"{child.config.name} left, starting it again in {self._policy.first_delay_s:.1f} s")
             return self._policy.first_delay_s
+        if end.code == UNGUARDED:
+            self._give_up(
+                "a worker process imports the script that started it, and this one makes a deployment while it is "
+                'imported: put that, `LLM(..., placement=...)` say, below `if __name__ == "__main__":`'
+            )
+            return None
+        if end.reason:
+            if child.num_lives == 1:
+                self._give_up(f"worker {child.config.name}: {end.reason}")
+                return None
+            logger.error("worker %s: %s", child.config.name, end.reason)
         now = time.monotonic()
         child.deaths_s = [at for at in child.deaths_s if now - at < self._policy.window_s] + [now]
         count = len(child.deaths_s)
-        how = f"{child.config.name} ended with {_describe(code)}"
+        how = f"{child.config.name} ended with {_describe(end.code)}"
         if count >= self._policy.max_deaths:
-            message = f"{how}, {count} times within {self._policy.window_s:.0f} s: given up; its reason is logged above"
-            if not self.failed.done():
-                self.failed.set_result(message)
+            often = f"{count} times within {self._policy.window_s:.0f} s"
+            self._give_up(f"{how}, {often}: given up; its reason is logged above")
             return None
         delay_s = self._policy.delay_s(count)
         self._say(f"{how} (death {count}), starting it again in {delay_s:.1f} s")
         return delay_s
+
+    def _give_up(self, message: str) -> None:
+        if not self.failed.done():
+            self.failed.set_result(message)
+
+
+def _received(reasons: Connection[Any, str]) -> str:
+    """What an ended worker said of its mistake; "" where it said nothing."""
+    try:
+        return reasons.recv() if reasons.poll() else ""
+    except EOFError:
+        return ""
 
 
 def _describe(code: int | None) -> str:
     if code is None:
         return "no process"
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def leave_if_imported() -> None:
+    """Ends a child that would start children while it still imports its parent's script: it never gets to its work.
+
+    An exception would be a traceback for each child, or be caught by the script.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)
 
 
 def _start_fork_server() -> None:
@@ -200,8 +256,11 @@ def _start_fork_server() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def worker_main(target: RunWorker | None, config: Config, worker: WorkerConfig) -> None:
-    """The child's entry. Without a target it is `triptych.worker.run`, imported here: the parent has no torch."""
+def worker_main(target: RunWorker | None, config: Config, worker: WorkerConfig, reasons: Connection[str, Any]) -> None:
+    """The child's entry. Without a target it is `triptych.worker.run`, imported here: the parent has no torch.
+
+    A mistake in the configuration is told to the parent, which says it once, whichever worker finds it first.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     log_lines.set_up(config.api.log_level)
     threading.Thread(target=_follow_parent, args=[worker.runtime_dir], name="follow-parent", daemon=True).start()
@@ -211,6 +270,9 @@ def worker_main(target: RunWorker | None, config: Config, worker: WorkerConfig) 
         target = run
     try:
         target(config, worker)
+    except ConfigError as error:
+        reasons.send(error.message)
+        sys.exit(1)
     except TriptychError as error:
         logger.error("worker %s: %s", worker.name, error.message)
         sys.exit(1)

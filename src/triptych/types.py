@@ -194,6 +194,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     pid: int
     cores: list[int] = []
     kv_layout: str = ""  # inside a KV block; empty where no language model is hosted
+    supervised: bool = False  # the router's process starts it again when it leaves
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

@@ -375,4 +375,5 @@ def worker_info(parts: WorkerParts, worker: WorkerConfig, loaded: LoadedStages) 
         pid=os.getpid(),
         cores=worker.cores,
         kv_layout=loaded.kv_layout,
+        supervised=worker.supervised,
     )

@@ -140,6 +140,27 @@ def test_worker_arguments() -> None:
             worker.worker_config(command(*base, *bad))
 
 
+def test_cores_that_are_not_there_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 5})
+    assert main(["serve", "--pin", "epd=1,99"]) == 1
+    assert capsys.readouterr() == ("", "triptych: --pin epd: core 99 does not exist; there are 0-2,5\n")
+    base = ["worker", "--name", "x", "--stages", "encode", "--router", "http://r", "--runtime-dir", str(tmp_path)]
+    assert main([*base, "--cores", "4"]) == 1
+    assert capsys.readouterr().err == "triptych: --cores: core 4 does not exist; there are 0-2,5\n"
+
+
+def test_a_runtime_directory_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On the router's host it is the router's; with a join file the worker's own, which it makes."""
+    missing = str(tmp_path / "new")
+    base = ["worker", "--name", "x", "--stages", "encode", "--runtime-dir", missing]
+    assert main([*base, "--router", "http://127.0.0.1:1"]) == 1
+    assert f"--runtime-dir {missing}: no such directory; the router makes it" in capsys.readouterr().err
+    worker.check_runtime_dir(worker.worker_config(command(*base, "--join-file", "j", "--host", "10.0.0.1")))
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
 def test_help_and_config_do_not_import_torch() -> None:
     """The parser of all commands, and the modules of the router process that have no torch of their own."""
     code = (

@@ -222,6 +222,31 @@ def test_a_script_ends_at_ctrl_c(checkpoint: Path, tmp_path: Path) -> None:
     assert err.count("Traceback") == 1, err
 
 
+UNGUARDED = """
+from triptych import LLM
+llm = LLM({model!r}, num_kv_blocks=300, placement="1E/1PD")
+"""
+
+
+def test_a_script_with_workers_and_no_guard_is_told_so(checkpoint: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED.format(model=str(checkpoint)))
+    with tempfile.TemporaryDirectory(dir="/tmp") as temp:  # sockets need a short path
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"TMPDIR": temp},
+            check=False,
+        )
+        assert os.listdir(temp) == []
+    assert done.returncode == 1
+    assert 'below `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.count("Traceback") == 1, done.stderr
+
+
 PLACED = """
 import os, sys
 from triptych import LLM, SamplingParams

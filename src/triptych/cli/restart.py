@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triptych.cli.serve import say
 from triptych.errors import ConfigError
@@ -37,6 +38,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
+class WorkerState(NamedTuple):
+    """What the router says of a worker."""
+
+    epoch: str
+    live: bool
+    supervised: bool  # its supervisor starts it again
+
+
 def run(args: argparse.Namespace) -> int:
     import httpx
 
@@ -44,31 +53,62 @@ def run(args: argparse.Namespace) -> int:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         with httpx.Client(base_url=args.url, headers=headers, timeout=30.0, trust_env=False) as client:
-            for name in args.names or sorted(_epochs(client)):
+            workers = _workers(client)
+            names = args.names or sorted(workers)
+            _check(names, workers, args.url)
+            for name in names:
                 _restart(client, name, args.timeout_s)
     except httpx.HTTPError as error:
         raise ConfigError(f"no answer from {args.url}: {error}") from error
     return 0
 
 
+def _check(names: Sequence[str], workers: Mapping[str, WorkerState], url: str) -> None:
+    """Before any of them is told to leave. Raises ConfigError for one that would not come back."""
+    if not workers:
+        raise ConfigError(f"{url} has no workers")
+    unknown = [name for name in names if name not in workers]
+    if unknown:
+        raise ConfigError(f"{unknown[0]} cannot be restarted: there are {', '.join(sorted(workers))}")
+    by_hand = [name for name in names if not workers[name].supervised]
+    if by_hand:
+        raise ConfigError(
+            f"{', '.join(by_hand)} cannot be restarted: started by hand, so that nothing would start it again; "
+            "start another worker first, end this one with SIGTERM, and start it again"
+        )
+
+
 def _restart(client: httpx.Client, name: str, timeout_s: float) -> None:
     """Returns when another life of the worker is live. Raises ConfigError when that takes too long."""
     started_s = time.monotonic()
-    before = _epochs(client).get(name)
+    before = _workers(client).get(name)
     response = client.post("/workers/drain", json={"name": name})
     if response.status_code != 200 or before is None:
-        raise ConfigError(f"{name} cannot be restarted: {response.text}")
-    while _epochs(client).get(name, before) == before:
+        raise ConfigError(f"{name} cannot be restarted: {response.text[:200]}")
+    say(f"waiting for {name} ...")
+    while not _is_next_life(_workers(client).get(name), before):
         if time.monotonic() - started_s > timeout_s:
             raise ConfigError(f"{name} was not live again within {timeout_s:.0f} s")
         time.sleep(POLL_S)
     say(f"{name} is live again after {time.monotonic() - started_s:.1f} s")
 
 
-def _epochs(client: httpx.Client) -> dict[str, str]:
-    """Of the live workers, by name."""
+def _is_next_life(now: WorkerState | None, before: WorkerState) -> bool:
+    return now is not None and now.live and now.epoch != before.epoch
+
+
+def _workers(client: httpx.Client) -> dict[str, WorkerState]:
+    """By name. Raises ConfigError for an answer that does not tell."""
     response = client.get("/topology")
+    if response.status_code == 401:
+        what = "does not know this API key" if "Authorization" in client.headers else "needs an API key"
+        raise ConfigError(f"{client.base_url} {what}: give one with --api-key or in {KEYS_VARIABLE}")
     if response.status_code != 200:
         raise ConfigError(f"{client.base_url} shows no workers: {response.text[:200]}")
     workers: list[dict[str, Any]] = response.json()["workers"]
-    return {worker["name"]: worker["info"]["address"]["epoch"] for worker in workers if worker["state"] == "live"}
+    return {
+        worker["name"]: WorkerState(
+            worker["info"]["address"]["epoch"], worker["state"] == "live", worker["info"]["supervised"]
+        )
+        for worker in workers
+    }

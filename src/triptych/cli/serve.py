@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from triptych import __version__
 from triptych.cli.options import add_config_flags, load_config
 from triptych.errors import ConfigError
-from triptych.placement import Placement, parse_pins
+from triptych.placement import Placement, check_cores, parse_pins
 
 GROUPS = ("encode", "prefill", "decode", "prefill-decode", "encode-prefill", "epd")
 
@@ -39,6 +40,8 @@ def placement_of(args: argparse.Namespace) -> Placement:
 
 def run(args: argparse.Namespace) -> int:
     config, placement, pins = load_config(args), placement_of(args), parse_pins(args.pin)
+    for name, cores in pins.items():
+        check_cores(f"--pin {name}", cores, os.sched_getaffinity(0))
     import uvloop
 
     from triptych.cli.foreground import serve

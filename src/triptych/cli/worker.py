@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from triptych.cli.options import add_config_flags, load_config
 from triptych.config import WorkerConfig
 from triptych.errors import ConfigError
-from triptych.placement import parse_cores
+from triptych.placement import check_cores, parse_cores
 from triptych.types import Stage
 
 
@@ -59,8 +60,24 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
     )
 
 
+def check_runtime_dir(worker: WorkerConfig) -> None:
+    """Made where it is the worker's own. Raises ConfigError where it is the router's, which is not there yet."""
+    if worker.join_file and worker.runtime_dir:
+        try:
+            os.makedirs(worker.runtime_dir, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--runtime-dir {worker.runtime_dir}: {error.strerror}") from error
+    elif worker.runtime_dir and not os.path.isdir(worker.runtime_dir):
+        raise ConfigError(
+            f"--runtime-dir {worker.runtime_dir}: no such directory; the router makes it, so give the same to "
+            "`triptych router` and start that first"
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     config, worker = load_config(args), worker_config(args)
+    check_cores("--cores", worker.cores, os.sched_getaffinity(0))
+    check_runtime_dir(worker)
     from triptych.launch import set_environment
     from triptych.observe import logging
 
