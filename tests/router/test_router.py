@@ -26,7 +26,7 @@ from triptych.errors import (
 from triptych.router.attempt import FromWorker
 from triptych.router.encode_queue import EncodeQueue
 from triptych.testing import Cluster, FakeTower, LocalWorker
-from triptych.types import Event, Finished, FinishReason, Load, Request, Stage, TextDelta
+from triptych.types import Event, Finished, FinishReason, Load, Request, Stage, Structure, TextDelta
 
 PLACEMENTS = ["EPD", "1E/1PD", "2E/1P/1D"]
 
