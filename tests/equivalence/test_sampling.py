@@ -36,10 +36,10 @@ VARIED = SamplingParams(
     repetition_penalty=1.15,
     frequency_penalty=0.3,
     presence_penalty=0.2,
-    logit_bias={40: 1.5, 41: -2.0, 10**9: 5.0},
+    logit_bias={40: 1.5, 41: -2.0},
     bad_words=[[32], [101, 116]],
     min_tokens=4,
-    stop_token_ids=[7, -3],
+    stop_token_ids=[7, 10**9],
     num_logprobs=2,
 )
 
