@@ -166,6 +166,14 @@ async def test_calls(api: Any) -> None:
     assert len({item.id for item in body.output}) == 3
 
 
+async def test_only_the_last_item_was_cut_off(api: Any) -> None:
+    api.router.script = [*CALLS[:-2], ChoiceFinished(0, FinishReason.LENGTH, None), CALLS[-1]]
+    whole = (await api.post(ROUTE, input="hi")).json()["output"]
+    streamed = events(await api.post(ROUTE, input="hi", stream=True))[-1]["response"]["output"]
+    for output in (whole, streamed):
+        assert [item["status"] for item in output] == ["completed", "completed", "incomplete"]
+
+
 async def test_logprobs(api: Any) -> None:
     api.router.script = [event for event in TWO if getattr(event, "choice", 0) == 0]
     body = await api.post(ROUTE, input="hi", include=["message.output_text.logprobs"], top_logprobs=2)

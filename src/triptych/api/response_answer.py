@@ -14,6 +14,7 @@ from triptych.api.logprobs import ChatLogprob, chat_logprobs
 from triptych.api.response_body import (
     IncompleteDetails,
     InputTokensDetails,
+    ItemStatus,
     NamedFunction,
     OutputItem,
     ResponseBody,
@@ -59,8 +60,9 @@ class ResponseForm(msgspec.Struct, frozen=True, kw_only=True):
             item = CallItem(len(items), self.item_id(len(items)), call.id, call.name)
             item.add(call.arguments)
             items.append(item)
-        status = _status(choice.end)
-        return self.ended([item.body(status) for item in items], choice.end, answer.end.usage)
+        statuses: list[ItemStatus] = ["completed"] * (len(items) - 1) + [_status(choice.end)]
+        output: list[OutputItem] = [item.body(status) for item, status in zip(items, statuses, strict=True)]
+        return self.ended(output, choice.end, answer.end.usage)
 
     def stream(self) -> ResponseStream:
         return ResponseStream(self)
