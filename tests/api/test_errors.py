@@ -335,3 +335,12 @@ async def test_the_limit_of_tokens_keeps_the_name_that_the_client_used(api: Any)
         (5, "max_tokens"),
         (5, "max_output_tokens"),
     ]
+
+
+async def test_a_message_with_calls_cannot_be_gone_on_with(api: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so", "tool_calls": [call]}]
+    for route in (ROUTE, "/tokenize"):
+        response = await api.post(route, messages=messages, continue_final_message=True)
+        assert error_of(response) == (400, "BadRequestError", "continue_final_message")
+    assert (await api.post(ROUTE, messages=messages)).status_code == 200

@@ -85,6 +85,11 @@ def with_messages(request: Request, chat: ChatRequest, served: Served) -> Reques
         raise BadRequestError(
             "`continue_final_message` and `add_generation_prompt` exclude each other.", param="continue_final_message"
         )
+    if go_on and messages[-1].get("tool_calls"):
+        raise BadRequestError(
+            "`continue_final_message` cannot go on with one that has `tool_calls`.",
+            param="continue_final_message",
+        )
     if chat.chat_template is not None and not served.trust_chat_template:
         raise UnsupportedFieldError(
             "`chat_template` is taken from requests only with the server's setting `api.trust_request_chat_template`.",
