@@ -14,7 +14,6 @@ from triptych.api.logprobs import ChatLogprob, chat_logprobs
 from triptych.api.response_body import (
     IncompleteDetails,
     InputTokensDetails,
-    ItemStatus,
     NamedFunction,
     OutputItem,
     ResponseBody,
@@ -60,8 +59,8 @@ class ResponseForm(msgspec.Struct, frozen=True, kw_only=True):
             item = CallItem(len(items), self.item_id(len(items)), call.id, call.name)
             item.add(call.arguments)
             items.append(item)
-        statuses: list[ItemStatus] = ["completed"] * (len(items) - 1) + [_status(choice.end)]
-        output: list[OutputItem] = [item.body(status) for item, status in zip(items, statuses, strict=True)]
+        *done, last = items
+        output: list[OutputItem] = [*(item.body("completed") for item in done), last.body(_status(choice.end))]
         return self.ended(output, choice.end, answer.end.usage)
 
     def stream(self) -> ResponseStream:
