@@ -321,3 +321,26 @@ async def test_a_refused_request_is_counted_and_logged_without_its_text(api: Any
     (line,) = [record.getMessage() for record in caplog.records if record.name == "triptych.request"]
     assert "status=400 error=BadRequestError" in line
     assert "secret" not in caplog.text
+
+
+async def test_the_limit_of_tokens_keeps_the_name_that_the_client_used(api: Any) -> None:
+    for fields in ({"max_tokens": 5}, {"max_completion_tokens": 5}, {"max_completion_tokens": 5, "max_tokens": 6}):
+        await api.chat(**fields)
+    await api.post("/v1/completions", prompt="a", max_tokens=5)
+    await api.post("/v1/responses", input="a", max_output_tokens=5)
+    assert [(request.max_tokens, request.max_tokens_param) for request in api.router.requests] == [
+        (5, "max_tokens"),
+        (5, "max_completion_tokens"),
+        (5, "max_completion_tokens"),
+        (5, "max_tokens"),
+        (5, "max_output_tokens"),
+    ]
+
+
+async def test_a_message_with_calls_cannot_be_gone_on_with(api: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so", "tool_calls": [call]}]
+    for route in (ROUTE, "/tokenize"):
+        response = await api.post(route, messages=messages, continue_final_message=True)
+        assert error_of(response) == (400, "BadRequestError", "continue_final_message")
+    assert (await api.post(ROUTE, messages=messages)).status_code == 200

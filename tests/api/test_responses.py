@@ -44,6 +44,10 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return found
 
 
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "done"}
+
+
 # -- input -------------------------------------------------------------------------------------------------------------
 
 
@@ -82,7 +86,13 @@ def test_items_with_images_and_calls() -> None:
     assert [(call["id"], call["function"]["arguments"]) for call in calls] == [("c1", {"a": 1}), ("c2", {})]
     assert request.messages[3] == {"role": "tool", "content": "done", "tool_call_id": "c1"}
     assert request.messages[4]["content"] == [{"type": "image"}]
-    assert request.images == [ImageInput("u1", "", "input.1.content.1"), ImageInput("u2", "", "input.6.content.0")]
+    assert request.images == [ImageInput("u1", "", "input.1.content.1"), ImageInput("u2", "", "input.6.output.0")]
+
+
+def test_an_item_whose_type_is_null_is_a_message() -> None:
+    assert parse(input=[{"type": None, "role": "user", "content": "hi"}]).messages == [
+        {"role": "user", "content": "hi"}
+    ]
 
 
 def test_tools_and_structure() -> None:
@@ -112,7 +122,14 @@ def test_tools_and_structure() -> None:
         ({"input": [{"role": "user", "content": [{"type": "x"}]}]}, "BadRequestError", "input.0.content.0"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "BadRequestError", "input.0"),
         ({"input": [{"type": "strange"}]}, "BadRequestError", "input.0"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "Bad Request", "body.input.0.call_id"),
+        ({"input": [CALL | {"call_id": None}]}, "Bad Request", "body.input.0.call_id"),
+        ({"input": [CALL | {"arguments": None}]}, "Bad Request", "body.input.0.arguments"),
+        ({"input": [CALL | {"arguments": 5}]}, "Bad Request", "body.input.0.arguments"),
+        ({"input": [CALL | {"arguments": "{"}]}, "BadRequestError", "input.0.arguments"),
+        ({"input": [RESULT | {"output": 5}]}, "Bad Request", "body.input.0.output"),
+        ({"input": [RESULT | {"output": [5]}]}, "Bad Request", "body.input.0.output.0"),
+        ({"input": [RESULT | {"output": [{"type": "x"}]}]}, "BadRequestError", "input.0.output.0"),
+        ({"input": [RESULT | {"output": [{"type": "text"}]}]}, "Bad Request", "body.input.0.output.0.text"),
         ({"input": "hi", "previous_response_id": "r"}, "BadRequestError", "previous_response_id"),
         ({"input": "hi", "background": True}, "BadRequestError", "background"),
         ({"input": "hi", "conversation": "c"}, "BadRequestError", "conversation"),
@@ -164,6 +181,14 @@ async def test_calls(api: Any) -> None:
         ("function_call", "call_2", "{}"),
     ]
     assert len({item.id for item in body.output}) == 3
+
+
+async def test_only_the_last_item_was_cut_off(api: Any) -> None:
+    api.router.script = [*CALLS[:-2], ChoiceFinished(0, FinishReason.LENGTH, None), CALLS[-1]]
+    whole = (await api.post(ROUTE, input="hi")).json()["output"]
+    streamed = events(await api.post(ROUTE, input="hi", stream=True))[-1]["response"]["output"]
+    for output in (whole, streamed):
+        assert [item["status"] for item in output] == ["completed", "completed", "incomplete"]
 
 
 async def test_logprobs(api: Any) -> None:

@@ -396,6 +396,24 @@ def test_a_bad_structural_tag_is_refused_by_its_reason(tag: object, words: str) 
     assert words in refusal("structural_tag", tag)
 
 
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", '{"enum": ["\\ud800"]}'),
+        ("json_schema", '{"properties": {"\\udfff": {}}}'),
+        ("choice", '["a", "\\ud800"]'),
+        ("grammar", 'start: %json {"enum": ["\\ud800"]}'),
+        ("grammar", 'start: "\ud800"'),
+        ("regex", "\ud800"),
+        ("structural_tag", json.dumps({**TAG, "structures": [{"begin": "<call=\ud800", "schema": {}, "end": ""}]})),
+    ],
+)
+def test_half_a_surrogate_pair_is_called_what_it_is(kind: Any, source: str) -> None:
+    with pytest.raises(BadRequestError, match="half of a surrogate pair") as caught:
+        compile_structure(Structure(kind, source, "structured_outputs"))
+    assert "start:" not in caught.value.message
+
+
 def test_the_field_at_fault_is_named() -> None:
     with pytest.raises(BadRequestError) as caught:
         compile_structure(Structure("regex", "(", "guided_regex"))

@@ -279,3 +279,36 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
 def test_a_long_prompt_is_laid_out_in_linear_time(demo: PromptBuilder) -> None:
     words = random.Random(0).choices(["<|im_end|>", "fox", "<", "東京"], k=20_000)
     assert len(demo.build(user(" ".join(words)), []).token_ids) > 20_000
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+DEEP = nested(5000)
+FAILING = "{{ tools | tojson }}{{ documents | length }}{{ namespace(a=1).a }}{{ messages[0].content + '' }}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"template_kwargs": {"a": DEEP}}, "chat_template_kwargs"),
+        ({"template_kwargs": {"namespace": 5}}, "chat_template_kwargs"),
+        ({"template_kwargs": {"namespace": 5}, "tools": [{}]}, "chat_template_kwargs"),
+        ({"tools": [{"function": DEEP}]}, "tools"),
+        ({"documents": [{"text": DEEP}]}, "documents"),
+        ({"tools": [{"a": {1, 2}}]}, "tools"),
+        ({"messages": [{"role": "user", "content": 5}], "tools": [{}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [DEEP]}]}, "messages"),
+    ],
+)
+def test_the_field_that_the_template_cannot_take_is_named(
+    demo: PromptBuilder, fields: dict[str, Any], param: str
+) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "documents": [{}], **fields}
+    with pytest.raises(BadRequestError) as caught:
+        demo.build(asked.pop("messages"), [], chat_template=FAILING, **asked)
+    assert caught.value.param == param

@@ -42,9 +42,9 @@ WEATHER = (
 XML_CALL = "<tool_call>\n<function=f>\n<parameter=s>\nx\n</parameter>\n</function>\n</tool_call>"
 
 
-def parsed(format: ToolFormat, parts: list[str], *, whole: bool = False) -> tuple[str, list[tuple[str, str]]]:
+def parsed(format: ToolFormat, parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """The text, and name and arguments of each call. Checks the order of what comes."""
-    parser = ToolCallParser(format, TOOLS, choice=3, whole=whole)
+    parser = ToolCallParser(format, TOOLS, choice=3)
     pieces: list[Piece] = [piece for part in parts for piece in parser.push(part)] + parser.finish()
     text = ""
     calls: list[tuple[str, str]] = []
@@ -90,12 +90,6 @@ def test_arguments_come_as_they_are_written() -> None:
     assert [piece[:] if isinstance(piece, TextPiece) else piece.arguments for piece in parser.push("cd")] == ["cd"]
 
 
-def test_a_whole_call_comes_when_it_is_complete() -> None:
-    parser = ToolCallParser(JSON, TOOLS, whole=True)
-    assert parser.push(CALL[:-1]) == []
-    assert len(parser.push(CALL[-1:])) == 2
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -126,50 +120,65 @@ def test_ways_to_write_a_call(body: str) -> None:
         '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f"}</tool_call>',
         '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
-        '<tool_call>{"name": "f", "argu',
+        '<tool_call>{"name": "unknown", "argu',
+        '<tool_call>{"name": "f", "other": ',
+        '<tool_call>{"name": "f", "argu :',
+        '<tool_call>{"name": "f"}',
+        '<tool_call>{"name": "f',
         '<tool_call>["f"]</tool_call> and more ',
         "<tool_call>\n<function=f>\n</function>\n</tool_call>",
     ],
 )
-@pytest.mark.parametrize("whole", [False, True])
-def test_what_is_no_call_of_the_json_form_stays_text(text: str, whole: bool) -> None:
-    assert parsed(JSON, [text], whole=whole) == (text, [])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<tool_call>{"name": "f", "arguments": {"s": tru}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"s": "cut by the limit',
-        '<tool_call>{"name": "f", "arguments": {}, "id": 7}</tool_call>',
-    ],
-)
-def test_a_whole_call_that_turns_bad_stays_text(text: str) -> None:
-    assert parsed(JSON, [text], whole=True) == (text, [])
+def test_what_is_no_call_of_the_json_form_stays_text(text: str) -> None:
+    assert parsed(JSON, [text]) == (text, [])
 
 
 def test_a_call_that_was_handed_on_before_it_turned_bad_ends_there() -> None:
-    text, calls = parsed(JSON, ['<tool_call>{"name": "f", "arguments": {"s": "cut by'])
-    assert (text, calls) == ("", [("f", '{"s": "cut by')])
+    text, calls = parsed(JSON, ['<tool_call>{"name": "f", "arguments": {"s": tru}}</tool_call>'])
+    assert (text, calls) == ("", [("f", '{"s": tru}')])
     text, calls = parsed(JSON, ['<tool_call>{"name": "f", "arguments": {"i": 1} no </tool_call>', CALL])
     assert (text, calls) == (" no </tool_call>", [("f", '{"i": 1}'), ("f", '{"s": "x"}')])
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_call_without_its_closing_tag_is_one(whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("format", "written", "arguments"),
+    [
+        (JSON, '{"name": "f"', ""),
+        (JSON, '\n{"name": "f", ', ""),
+        (JSON, '{"name": "f", "argu', ""),
+        (JSON, '{"name": "f", "parameters" : ', ""),
+        (JSON, '{"name": "f", "arguments": {', "{"),
+        (JSON, '{"name": "f", "arguments": {"s": "cut by', '{"s": "cut by'),
+        (XML, "\n<function=f>", "{"),
+        (XML, "<function=f>\n<para", "{"),
+        (XML, "<function=f>\n<parameter=s>\nx\n</parameter>\n", '{"s": "x"'),
+        (XML, "<function=f>\n<parameter=s>\nx\n</parameter>\n<parameter=i>\n1", '{"s": "x"'),
+        (XML, "<function=f>\n<parameter=s>\nx\n</parameter>\n</func", '{"s": "x"'),
+    ],
+)
+def test_a_call_that_is_cut_has_its_arguments_so_far(format: ToolFormat, written: str, arguments: str) -> None:
+    for parts in (["a <tool_call>", written], list("a <tool_call>" + written)):
+        assert parsed(format, parts) == ("a", [("f", arguments)])
+    parser = ToolCallParser(format, TOOLS)
+    parser.push((CALL if format is JSON else XML_CALL) + "<tool_call>" + written)
+    assert parser.cut is None
+    parser.finish()
+    assert parser.cut == 1
+
+
+def test_a_call_without_its_closing_tag_is_one() -> None:
     for end in ("}", "}\n", "}\n</tool", ""):
-        assert parsed(JSON, ['<tool_call>\n{"name": "f", "arguments": {"i": 1}' + end], whole=whole) == (
+        assert parsed(JSON, ['<tool_call>\n{"name": "f", "arguments": {"i": 1}' + end]) == (
             "",
             [("f", '{"i": 1}')],
         )
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_good_call_behind_a_bad_one_is_found(whole: bool) -> None:
+def test_a_good_call_behind_a_bad_one_is_found() -> None:
     bad = "<tool_call>{not json}\n"
-    assert parsed(JSON, [bad, CALL], whole=whole) == (bad.rstrip(), [("f", '{"s": "x"}')])
+    assert parsed(JSON, [bad, CALL]) == (bad.rstrip(), [("f", '{"s": "x"}')])
     bad = "<tool_call>\n<function=f>\n<parameter=s>\nx\n</tool_call>\n"
-    assert parsed(XML, [bad, XML_CALL], whole=whole) == (bad.rstrip(), [("f", '{"s": "x"}')])
+    assert parsed(XML, [bad, XML_CALL]) == (bad.rstrip(), [("f", '{"s": "x"}')])
 
 
 def test_text_between_and_behind_calls() -> None:
@@ -240,15 +249,14 @@ def test_a_call_of_the_xml_form_with_several_parameters_or_none() -> None:
         XML_CALL.replace("</parameter>", ""),
         XML_CALL.replace("</function>", ""),
         XML_CALL.replace("<parameter=s>", "stray <parameter=s>"),
-        XML_CALL[:-20],
-        XML_CALL[:40],
+        XML_CALL[:20],
+        XML_CALL[:-20] + "x",
         CALL,
         "<tool_call>\n<fun",
     ],
 )
-@pytest.mark.parametrize("whole", [False, True])
-def test_what_is_no_call_of_the_xml_form_stays_text(text: str, whole: bool) -> None:
-    assert parsed(XML, [text], whole=whole) == (text, [])
+def test_what_is_no_call_of_the_xml_form_stays_text(text: str) -> None:
+    assert parsed(XML, [text]) == (text, [])
 
 
 # -- however it is cut -------------------------------------------------------------------------------------------------
@@ -265,28 +273,23 @@ TEXTS = st.one_of(st.lists(FRAGMENTS, max_size=8).map("".join), st.text('<>/{}"\
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.sampled_from(ToolFormat), TEXTS, st.lists(st.integers(0, 300), max_size=12), st.booleans())
-@example(JSON, CALL + WEATHER, list(range(300)), False)
-@example(XML, XML_CALL + "a" + XML_CALL, list(range(300)), False)
-def test_text_cut_anywhere_gives_the_same(format: ToolFormat, text: str, cuts: list[int], whole: bool) -> None:
+@given(st.sampled_from(ToolFormat), TEXTS, st.lists(st.integers(0, 300), max_size=12))
+@example(JSON, CALL + WEATHER, list(range(300)))
+@example(XML, XML_CALL + "a" + XML_CALL, list(range(300)))
+def test_text_cut_anywhere_gives_the_same(format: ToolFormat, text: str, cuts: list[int]) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     parts = [text[start:end] for start, end in pairwise(edges)]
-    expected = parsed(format, [text], whole=whole)
-    assert parsed(format, parts, whole=whole) == expected
-    assert parsed(format, list(text), whole=whole) == expected
+    expected = parsed(format, [text])
+    assert parsed(format, parts) == expected
+    assert parsed(format, list(text)) == expected
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(ToolFormat), TEXTS)
-def test_nothing_is_lost_and_whole_calls_are_json(format: ToolFormat, text: str) -> None:
+def test_nothing_is_lost(format: ToolFormat, text: str) -> None:
     """What is no call is there, in order, but for white space about calls."""
-    rest, calls = parsed(format, [text], whole=True)
-    for _, arguments in calls:
-        assert isinstance(json.loads(arguments), dict)
+    rest, calls = parsed(format, [text])
     if not calls:
         assert rest == text
     characters = iter(text)
     assert all(character in characters for character in rest)
-    streamed, started = parsed(format, list(text))
-    assert len(started) >= len(calls)
-    assert len("".join(streamed.split())) <= len("".join(text.split()))

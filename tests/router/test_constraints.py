@@ -86,7 +86,7 @@ CALLS = (
 def output_of(builder: PromptBuilder, text: str, asked: Request, reason: FinishReason) -> tuple[list[Event], Any]:
     """The events of a text that comes token by token."""
     vocabulary = Vocabulary(builder.tokenizer, builder.vocab_size)
-    parser = ToolCallParser(ToolFormat.JSON, TOOLS, choice=3, whole=not asked.stream)
+    parser = ToolCallParser(ToolFormat.JSON, TOOLS, choice=3)
     output = RequestOutput(asked, IncrementalDetokenizer(builder.tokenizer), vocabulary, parser, 3)
     token_ids = builder.tokenizer.encode(text, add_special_tokens=False).ids
     events: list[Event] = []
@@ -116,9 +116,8 @@ def text_of(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_calls_are_told_apart_from_text(builder: PromptBuilder, stream: bool) -> None:
-    events, output = output_of(builder, CALLS, request(tools=TOOLS, stream=stream), FinishReason.LENGTH)
+def test_calls_are_told_apart_from_text(builder: PromptBuilder) -> None:
+    events, output = output_of(builder, CALLS, request(tools=TOOLS), FinishReason.LENGTH)
     assert (text_of(events), calls_of(events)) == ("I look.", [("f", '{"a": 1}'), ("g", "{}")])
     assert output.finish_reason is FinishReason.LENGTH
 
@@ -128,6 +127,19 @@ def test_a_model_that_stops_after_a_call_has_called(builder: PromptBuilder) -> N
     assert output.finish_reason is FinishReason.TOOL_CALLS
     _, output = output_of(builder, "No call. ", request(tools=TOOLS), FinishReason.STOP)
     assert output.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_a_call_that_is_cut_ends_as_the_output_did(builder: PromptBuilder, reason: FinishReason) -> None:
+    written = CALLS.removesuffix("}}\n</tool_call>") + '"b": "some text'
+    events, output = output_of(builder, written, request(tools=TOOLS), reason)
+    (first, (name, arguments)), text = calls_of(events), text_of(events)
+    assert (text, first, name) == ("I look.", ("f", '{"a": 1}'), "g")
+    assert arguments.startswith('{"b": "')
+    assert output.finish_reason is reason
+    one = request(tools=TOOLS, parallel_tool_calls=False)
+    _, output = output_of(builder, written, one, FinishReason.STOP)
+    assert output.finish_reason is FinishReason.TOOL_CALLS, "the one that was told of is whole"
 
 
 def test_one_call_where_no_more_are_wanted(builder: PromptBuilder) -> None:

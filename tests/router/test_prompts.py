@@ -49,3 +49,12 @@ async def test_a_prompt_that_cannot_be_served_names_itself(world: World, prompt:
         with pytest.raises(BadRequestError) as caught:
             await answer(cluster, plain(prompt))
         assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+async def test_a_limit_that_leaves_no_room_is_called_as_the_client_called_it(world: World, field: str) -> None:
+    async with world.cluster("EPD") as cluster:
+        limit = cluster.router.max_model_len
+        with pytest.raises(BadRequestError, match=f"{field}={limit}") as caught:
+            await answer(cluster, plain("what is it", max_tokens=limit, max_tokens_param=field))
+        assert caught.value.param == field

@@ -62,7 +62,11 @@ def parse_chat(body: dict[str, Any], served: Served, caller: Caller) -> Call:
     num_logprobs = _num_logprobs(chat)
     request = read_request(chat, served, caller, ids, read_limit(chat, served), num_logprobs)
     request = with_messages(request, chat, served)
-    request = msgspec.structs.replace(request, parallel_tool_calls=given(chat.parallel_tool_calls, True))
+    request = msgspec.structs.replace(
+        request,
+        parallel_tool_calls=given(chat.parallel_tool_calls, True),
+        max_tokens_param="max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens",
+    )
     if request.structure is not None and request.tool_choice is ToolChoice.REQUIRED:
         raise BadRequestError(
             f"`{request.structure.param}` excludes a `tool_choice` that demands a call.", param=request.structure.param
@@ -80,6 +84,11 @@ def with_messages(request: Request, chat: ChatRequest, served: Served) -> Reques
     if go_on and chat.add_generation_prompt:
         raise BadRequestError(
             "`continue_final_message` and `add_generation_prompt` exclude each other.", param="continue_final_message"
+        )
+    if go_on and messages[-1].get("tool_calls"):
+        raise BadRequestError(
+            "`continue_final_message` cannot go on with one that has `tool_calls`.",
+            param="continue_final_message",
         )
     if chat.chat_template is not None and not served.trust_chat_template:
         raise UnsupportedFieldError(

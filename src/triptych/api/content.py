@@ -43,16 +43,16 @@ def read_messages(messages: list[ChatMessage]) -> tuple[list[dict[str, object]],
     return [read_message(message, f"messages.{k}", images) for k, message in enumerate(messages)], images
 
 
-def read_message(message: ChatMessage, at: str, images: list[ImageInput]) -> dict[str, object]:
-    """`at` is where the request has it; its images are added to `images`."""
+def read_message(message: ChatMessage, at: str, images: list[ImageInput], field: str = "content") -> dict[str, object]:
+    """`at` is where the request has it, and its content in `field`; its images are added to `images`."""
     if message.role not in ROLES:
         raise BadRequestError(f"`{at}.role` must be one of {', '.join(ROLES)}.", param=f"{at}.role")
     role = "system" if message.role == "developer" else message.role  # templates drop roles that they do not know
     content: object
     if isinstance(message.content, list):
-        content = [_part(part, f"{at}.content.{k}", images) for k, part in enumerate(message.content)]
+        content = [_part(part, f"{at}.{field}.{k}", images) for k, part in enumerate(message.content)]
     elif message.content is None and role != "assistant":
-        raise MalformedRequestError(f"`{at}.content` is missing.", param=f"body.{at}.content")
+        raise MalformedRequestError(f"`{at}.{field}` is missing.", param=f"body.{at}.{field}")
     else:
         content = message.content or ""
     out: dict[str, object] = {"role": role, "content": content}
@@ -69,14 +69,20 @@ def _tool_call(call: dict[str, Any], at: str) -> dict[str, object]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise MalformedRequestError(f"`{at}.function` must be an object with a `name`.", param=f"body.{at}.function")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, RecursionError) as error:
-            param = f"{at}.function.arguments"
-            raise BadRequestError(f"`{param}` is not JSON.", param=param) from error
+    arguments = read_arguments(function.get("arguments"), f"{at}.function.arguments")
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def read_arguments(arguments: object, at: str) -> object:
+    """Those of an earlier call: JSON as text, an object, or nothing."""
+    if not arguments:
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequestError(f"`{at}` is not JSON.", param=at) from error
 
 
 def _part(part: Part, at: str, images: list[ImageInput]) -> dict[str, object]:

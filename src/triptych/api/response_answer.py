@@ -59,8 +59,9 @@ class ResponseForm(msgspec.Struct, frozen=True, kw_only=True):
             item = CallItem(len(items), self.item_id(len(items)), call.id, call.name)
             item.add(call.arguments)
             items.append(item)
-        status = _status(choice.end)
-        return self.ended([item.body(status) for item in items], choice.end, answer.end.usage)
+        *done, last = items
+        output: list[OutputItem] = [*(item.body("completed") for item in done), last.body(_status(choice.end))]
+        return self.ended(output, choice.end, answer.end.usage)
 
     def stream(self) -> ResponseStream:
         return ResponseStream(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from triptych.api.body import convert
-from triptych.api.content import ChatMessage, read_message
+from triptych.api.content import ChatMessage, read_arguments, read_message
 from triptych.errors import BadRequestError, MalformedRequestError, UnsupportedFieldError
 from triptych.types import ImageInput
 
@@ -35,44 +35,45 @@ def read_input(given: str | list[dict[str, Any]], instructions: str | None) -> t
 
 
 def _add(messages: list[Message], item: dict[str, Any], at: str, images: list[ImageInput]) -> None:
-    kind = item.get("type", "message")
-    if kind == "message":
+    kind = item.get("type")
+    if kind is None or kind == "message":
         messages.append(read_message(_chat_message(item, at), at, images))
     elif kind == "function_call":
         _add_call(messages, item, at)
     elif kind == "function_call_output":
-        if item.get("output") is None:
-            raise MalformedRequestError(f"`{at}.output` is missing.", param=f"body.{at}.output")
         fields = {"role": "tool", "content": item.get("output"), "tool_call_id": _text(item, "call_id", at)}
-        messages.append(read_message(_chat_message(fields, at), at, images))
+        messages.append(read_message(_chat_message(fields, at, "output"), at, images, "output"))
     elif kind in REFUSED_ITEMS:
         raise UnsupportedFieldError(f"Input items of type `{kind}` are not implemented.", param=at)
     else:
         raise BadRequestError(f"Unknown input item type: {str(kind)[:40]!r}.", param=at)
 
 
-def _chat_message(item: dict[str, Any], at: str) -> ChatMessage:
+def _chat_message(item: dict[str, Any], at: str, content: str = "content") -> ChatMessage:
+    """`content` is what the client calls it."""
     fields = {name: item.get(name) for name in ("role", "content", "tool_call_id")}
     try:
         return convert({name: value for name, value in fields.items() if value is not None}, ChatMessage)
     except MalformedRequestError as error:
-        error.param = f"body.{at}{(error.param or '').removeprefix('body')}"
-        raise
+        path = (error.param or "").removeprefix("body").replace(".content", f".{content}", 1)
+        reason = error.message.partition(" - at ")[0].rstrip(".")
+        raise MalformedRequestError(f"{reason} - at `{at}{path}`.", param=f"body.{at}{path}") from error
 
 
 def _add_call(messages: list[Message], item: dict[str, Any], at: str) -> None:
     """To the assistant's message that stands before it, or to one of its own: calls of one turn are one message."""
-    function = {"name": _text(item, "name", at), "arguments": item.get("arguments")}
+    if not isinstance(item.get("arguments"), str | dict):
+        raise MalformedRequestError(f"`{at}.arguments` must be JSON as text.", param=f"body.{at}.arguments")
+    arguments = read_arguments(item["arguments"], f"{at}.arguments")
+    function = {"name": _text(item, "name", at), "arguments": arguments}
     call = {"id": _text(item, "call_id", at), "type": "function", "function": function}
-    read: Message = read_message(ChatMessage("assistant", tool_calls=[call]), at, [])
     last = messages[-1] if messages else {}
     if last.get("role") == "assistant":
-        earlier, calls = last.get("tool_calls", []), read["tool_calls"]
+        earlier = last.get("tool_calls", [])
         assert isinstance(earlier, list)
-        assert isinstance(calls, list)
-        messages[-1] = {**last, "tool_calls": earlier + calls}
+        messages[-1] = {**last, "tool_calls": [*earlier, call]}
     else:
-        messages.append(read)
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
 
 
 def _text(item: dict[str, Any], field: str, at: str) -> str:

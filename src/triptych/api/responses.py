@@ -93,6 +93,7 @@ def parse_response(body: dict[str, Any], served: Served, caller: Caller) -> Call
     fields = GenerationFields(**{name: getattr(asked, name) for name in SHARED})
     request = msgspec.structs.replace(
         read_request(fields, served, caller, ids, max_tokens, _num_logprobs(asked)),
+        max_tokens_param="max_output_tokens",
         messages=messages,
         images=images,
         tools=offer.tools,

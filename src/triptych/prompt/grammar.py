@@ -42,6 +42,7 @@ _OPTIONS = {
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/(?:[^/\\\n]|\\.)+/')
 _PLACE = re.compile(r"^(?:at )?\d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)  # in lines that the client did not write
 _LIBRARY_OPTIONS = re.compile(r"%llguidance(?!\s*\{\s*\})")
+_HALF = re.compile("[\ud800-\udfff]")
 _UNQUOTED = re.compile(r"\\.|[/\n]", re.DOTALL)
 _ANCHORS = re.compile(r"^(?:\^|\\A)|(?<!\\)((?:\\\\)*)(?:\$|\\[zZ])$")
 
@@ -69,11 +70,13 @@ def json_rule(schema: Schema, whitespace: str | None) -> str:
 
 def literal(text: str) -> str:
     """A regular expression that matches just this text."""
+    _require_characters(text)
     return "".join(character(ord(one)) for one in text)
 
 
 def checked(kind: str, lark: str) -> str:
     """The grammar for workers, compiled once to see that it works. Raises BadRequestError."""
+    _require_characters(lark)
     # Without forcing, the library would make a token of its own choice certain wherever the text is, by tokenizing all
     # of the text that must come: a second for /x{1000000}/ at every token.
     grammar = f'{kind}\n%llguidance {{"no_forcing": true}}\n{lark}'
@@ -83,6 +86,12 @@ def checked(kind: str, lark: str) -> str:
     if matcher.is_error():
         raise BadRequestError(_reason(matcher.get_error()))
     return grammar
+
+
+def _require_characters(text: str) -> None:
+    """JSON as text may have `\\ud800`, which Python's reader takes for a character."""
+    if found := _HALF.search(text):
+        raise BadRequestError(f"U+{ord(found[0]):04X} is half of a surrogate pair and no character: no text has it")
 
 
 @cache

@@ -5,6 +5,7 @@ Nothing here needs a pixel: how many tokens an item fills follows from its metad
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +54,38 @@ def num_characters(value: object) -> int:
     return total
 
 
+Variables = dict[str, dict[str, Any]]  # of a template, by the request's field that brings them
+
+
+def _hidden(client: ClientText, value: Any, param: str) -> Any:
+    try:
+        return client.hide(value)
+    except RecursionError:
+        raise BadRequestError(f"`{param}` is nested too deep", param=param) from None
+
+
+def _render(
+    template: ChatTemplate, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: Variables
+) -> str:
+    """Raises BadRequestError, which names the field without which the template does not fail; else `messages`."""
+
+    def rendered(fields: Variables) -> str:
+        given = {name: value for brought in fields.values() for name, value in brought.items()}
+        for reserved in ("messages", "add_generation_prompt"):
+            given.pop(reserved, None)
+        return template.render(messages, add_generation_prompt, **given)
+
+    try:
+        return rendered(variables)
+    except BadRequestError as error:
+        for param in [param for param, brought in variables.items() if brought]:
+            with contextlib.suppress(BadRequestError):
+                rendered({**variables, param: {}})
+                error.param = param
+                break
+        raise
+
+
 class PromptBuilder:
     """One for the router's life. Raises ConfigError for a checkpoint whose files do not fit together."""
 
@@ -87,19 +120,15 @@ class PromptBuilder:
         """
         client = ClientText(self._specials)
         template = self.template.with_source(chat_template) if chat_template else self.template
-        try:
-            kwargs = {name: client.hide(value) for name, value in (template_kwargs or {}).items()}
-            kwargs |= {"tools": client.hide(tools or None), "documents": client.hide(documents or None)}
-            hidden = client.hide(messages)
-        except RecursionError:
-            raise BadRequestError("values are nested too deep", param="messages") from None
-        for reserved in ("messages", "add_generation_prompt"):
-            kwargs.pop(reserved, None)
+        variables: Variables = {"chat_template_kwargs": _hidden(client, template_kwargs or {}, "chat_template_kwargs")}
+        for name, given in (("tools", tools), ("documents", documents)):
+            variables[name] = {name: _hidden(client, given, name)} if given else {}
+        hidden = _hidden(client, messages, "messages")
         if continue_final_message:
             marked, text = mark_end(hidden, client.mark)
-            rendered = cut_at(template.render(marked, add_generation_prompt, **kwargs), client.mark, text)
+            rendered = cut_at(_render(template, marked, add_generation_prompt, variables), client.mark, text)
         else:
-            rendered = template.render(hidden, add_generation_prompt, **kwargs)
+            rendered = _render(template, hidden, add_generation_prompt, variables)
         if add_special_tokens is None:
             add_special_tokens = self._wants_special_tokens(rendered)
         tokens = self._specials.encode(rendered, client, add_special_tokens)

@@ -15,11 +15,15 @@ from triptych.types import ToolCallDelta
 _SPACE = " \t\r\n"
 # Of the JSON form: the usual beginning, up to where the arguments begin; and what follows them.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+# Its beginning where the output ends behind the name.
+_CUT_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*(?:,\s*(?:("[a-z]*)|("[a-z]*")\s*:?\s*)?)?\Z')
+_KEYS = ('"arguments"', '"parameters"')
 _TAIL = re.compile(rf"\s*\}}\s*{CLOSE}")
 # Of the XML form.
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
 _FUNCTION_END = re.compile(rf"</function>\s*{CLOSE}")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_XML_NEXT = ("<parameter=", "</function>")
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as chat templates write them
 
 
@@ -33,28 +37,27 @@ Piece = TextPiece | ToolCallDelta
 class ToolCallParser:
     """Text goes in as it comes, cut anywhere; out come text that is no part of a call, and calls.
 
-    A call of the JSON form is handed on while it comes, as soon as its tool is known, unless `whole`. One of the XML
-    form is handed on when it is complete, because its arguments are converted by the tool's schema. What looks like a
-    call and is none (an unknown tool, bad JSON, an end before its end) comes out as the text that it is. Only what was
-    handed on before that showed stays a call, with arguments that are not complete or no JSON, and text goes on after.
+    A call of the JSON form is handed on while it comes, as soon as its tool is known. One of the XML form is handed on
+    when it is complete, because its arguments are converted by the tool's schema. A call that the output's end cuts,
+    and whose tool is known, is one with its arguments so far. What looks like a call and is none (an unknown tool, no
+    arguments) comes out as the text that it is. Only what was handed on before that showed stays a call, with arguments
+    that are no JSON, and text goes on after.
 
     White space next to calls belongs to their format and is dropped.
     """
 
-    def __init__(self, format: ToolFormat, tools: list[Tool], *, choice: int = 0, whole: bool = False) -> None:
+    def __init__(self, format: ToolFormat, tools: list[Tool], *, choice: int = 0) -> None:
         self._choice = choice
         self._format = format
         self._tools = {tool_name(tool): tool for tool in tools}
-        self._whole = whole
         self._state: Callable[[], bool] = self._text
         self._buffer = ""  # not yet looked at, or not enough to tell
         self._opening = ""  # of the call that is looked at: its tag, with the white space before
         self._taken = ""  # its text after that
-        self._held: list[ToolCallDelta] = []  # its pieces that were not handed on
-        self._arguments = ""
         self._out: list[Piece] = []
-        self._is_handed_on = False  # some of it
+        self._has_begun = False  # it was handed on
         self._num_calls = 0
+        self.cut: int | None = None  # index of the call that the output's end cut
         self._is_after_call = False
         self._is_over = False
 
@@ -104,8 +107,16 @@ class ToolCallParser:
             return True
         if CLOSE in self._buffer:
             return self._other_order()
+        if self._is_over:
+            return self._cut_head()
         start = self._buffer.lstrip(_SPACE)
-        return self._is_text() if self._is_over or (start and start[0] != "{") else False
+        return self._is_text() if start and start[0] != "{" else False
+
+    def _cut_head(self) -> bool:
+        cut = _CUT_HEAD.match(self._buffer)
+        if cut is None or cut[1] not in self._tools or not any(key.startswith(cut[2] or cut[3] or "") for key in _KEYS):
+            return self._is_text()
+        return self._cut_call(cut[1], "")
 
     def _other_order(self) -> bool:
         """A call whose keys come in another order, complete."""
@@ -123,7 +134,9 @@ class ToolCallParser:
         end = self._end_of_object()
         self._add_arguments(self._take(end))
         if self._depth:
-            return self._is_text() if self._is_over else False
+            if self._is_over:
+                self.cut = self._num_calls
+            return self._end_call() if self._is_over else False
         self._state = self._json_tail
         return True
 
@@ -146,8 +159,6 @@ class ToolCallParser:
         return len(self._buffer)
 
     def _json_tail(self) -> bool:
-        if self._whole and not isinstance(_decoded(self._arguments), dict):
-            return self._is_text()
         if tail := _TAIL.match(self._buffer):
             self._take(tail.end())
             return self._end_call()
@@ -172,10 +183,13 @@ class ToolCallParser:
         begins = start.startswith("<function=") or "<function=".startswith(start)
         function = _FUNCTION.match(self._buffer)
         is_known = function is None or function[1] in self._tools
-        return self._is_text() if self._is_over or not begins or not is_known else False
+        if begins and is_known and not self._is_over:
+            return False
+        call = self._xml_call(self._buffer, is_cut=True) if self._is_over else None
+        return self._is_text() if call is None else self._cut_call(*call)
 
-    def _xml_call(self, body: str) -> tuple[str, str] | None:
-        """Name and arguments of a complete call; None where it is none."""
+    def _xml_call(self, body: str, is_cut: bool = False) -> tuple[str, str] | None:
+        """Name and arguments of a call, of a cut one those that are complete; None where it is none."""
         function = _FUNCTION.match(body)
         if function is None or function[1] not in self._tools or OPEN in body:
             return None
@@ -186,7 +200,10 @@ class ToolCallParser:
             value = _value(text, schema["properties"].get(key), schema)
             arguments.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
             at = parameter.end()
-        return None if body[at:].strip(_SPACE) else (function[1], f"{{{', '.join(arguments)}}}")
+        rest = body[at:].strip(_SPACE)
+        if is_cut and (rest.startswith("<parameter=") or any(end.startswith(rest) for end in _XML_NEXT)):
+            return function[1], f"{{{', '.join(arguments)}"
+        return None if rest else (function[1], f"{{{', '.join(arguments)}}}")
 
     # -- what comes out ----------------------------------------------------------------------------------------------
 
@@ -206,25 +223,23 @@ class ToolCallParser:
                 self._out.append(TextPiece(text))
 
     def _begin_call(self, name: str) -> None:
-        self._arguments = ""
-        self._held = [ToolCallDelta(self._choice, self._num_calls, f"call_{secrets.token_hex(12)}", name, "")]
+        self._out.append(ToolCallDelta(self._choice, self._num_calls, f"call_{secrets.token_hex(12)}", name, ""))
+        self._has_begun = True
 
     def _add_arguments(self, text: str) -> None:
-        self._arguments += text
         if text:
-            self._held.append(ToolCallDelta(self._choice, self._num_calls, "", "", text))
-        if not self._whole:
-            self._hand_on()
+            self._out.append(ToolCallDelta(self._choice, self._num_calls, "", "", text))
 
-    def _hand_on(self) -> None:
-        self._out += self._held
-        self._held = []
-        self._is_handed_on = True
+    def _cut_call(self, name: str, arguments: str) -> bool:
+        self._take(len(self._buffer))
+        self._begin_call(name)
+        self._add_arguments(arguments)
+        self.cut = self._num_calls
+        return self._end_call()
 
     def _end_call(self) -> bool:
         """The call is complete, or as complete as it gets."""
-        self._hand_on()
-        self._is_handed_on = False
+        self._has_begun = False
         self._num_calls += 1
         self._is_after_call = True
         self._state = self._text
@@ -232,9 +247,8 @@ class ToolCallParser:
 
     def _is_text(self) -> bool:
         """What was looked at is no call: its tag is text, and all after it is looked at again."""
-        if self._is_handed_on:
+        if self._has_begun:
             return self._end_call()
-        self._held = []
         self._emit_text(self._opening)
         self._buffer = self._taken + self._buffer
         self._state = self._text

@@ -47,7 +47,7 @@ class RequestOutput:
             self.finish_reason = FinishReason.STOP
             self.stop_reason = self._detokenizer.stopped
         pieces = self._pieces(text)
-        if self._has_called and self.finish_reason is FinishReason.STOP:
+        if self._has_called and self.finish_reason is FinishReason.STOP and not self._is_cut():
             self.finish_reason = FinishReason.TOOL_CALLS
         first, others = (
             ("", pieces) if not pieces or isinstance(pieces[0], ToolCallDelta) else (pieces[0].text, pieces[1:])
@@ -68,6 +68,11 @@ class RequestOutput:
         kept = [piece for piece in pieces if isinstance(piece, TextPiece) or piece.index == 0 or not self._one_call]
         self._has_called = self._has_called or any(isinstance(piece, ToolCallDelta) for piece in kept)
         return kept
+
+    def _is_cut(self) -> bool:
+        """The last call that was told of."""
+        cut = self._calls.cut if self._calls is not None else None
+        return cut is not None and (cut == 0 or not self._one_call)
 
     def _event(self, piece: Piece) -> Event:
         if isinstance(piece, ToolCallDelta):

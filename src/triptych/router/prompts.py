@@ -79,9 +79,9 @@ def bound_output(request: Request, prompt: Prompt, max_model_len: int) -> Reques
         )
     if request.max_tokens is not None and request.max_tokens > room:
         raise BadRequestError(
-            f"{num_prompt_tokens} prompt tokens and max_tokens={request.max_tokens} exceed the model's limit "
-            f"of {max_model_len}",
-            param="max_tokens",
+            f"{num_prompt_tokens} prompt tokens and {request.max_tokens_param}={request.max_tokens} exceed the model's "
+            f"limit of {max_model_len}",
+            param=request.max_tokens_param,
         )
     sampling = msgspec.structs.replace(request.sampling, max_tokens=request.max_tokens or room)
     return msgspec.structs.replace(request, sampling=sampling)

@@ -175,7 +175,7 @@ class Router:
             min_tokens=request.sampling.min_tokens,
         )
         calls = call_format(request, self._builder)
-        parser = ToolCallParser(calls, request.tools, choice=index, whole=not request.stream) if calls else None
+        parser = ToolCallParser(calls, request.tools, choice=index) if calls else None
         output = RequestOutput(request, detokenizer, self.vocabulary, parser, index)
         if index > 0:
             marks = RequestMarks(request.request_id, self._clock)
