@@ -331,8 +331,10 @@ def test_unknown_options_are_type_errors(llm: LLM) -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match="'blok_size' is not the name of one setting"):
+    with pytest.raises(ConfigError, match=r"^there is no setting 'blok_size'; did you mean block_size\?$"):
         LLM("demo", blok_size=16)
+    with pytest.raises(ConfigError, match=r"^there is no setting 'foo'$"):
+        LLM("demo", foo=1)
     with pytest.raises(ConfigError, match="no such directory"):
         LLM("/does/not/exist")
     with pytest.raises(ConfigError, match="kv_bytes=1 hold 0 KV blocks"):
