@@ -49,7 +49,7 @@ def test_loading_does_not_change_the_defaults(toml: Path) -> None:
         ({"engine": {"num_kv_blocks": -1}}, r"engine\.num_kv_blocks"),
         ({"engine": {"prefix_caching": "yes"}}, r"engine\.prefix_caching"),
         ({"model": {"dtype": "float8"}}, r"model\.dtype"),
-        ({"handoff": {"transport": "carrier pigeon"}}, r"handoff\.transport"),
+        ({"handoff": {"transport": "carrier pigeon"}}, r"handoff\.transport`; it may be auto, shm, tcp, inproc$"),
         ({"handoff": {"lease_ttl_s": 0}}, r"handoff\.lease_ttl_s"),
         ({"router": {"deadline_s": float("nan")}}, r"router\.deadline_s"),
         ({"api": {"port": 65536}}, r"api\.port"),
@@ -67,7 +67,9 @@ def test_what_cannot_work_is_refused_by_name(values: dict[str, dict[str, Any]], 
     [
         ("[engine]\nblok_size = 16\n", "blok_size"),
         ("[engine\n", "triptych.toml"),
-        ("engine = 3\n", r"engine"),
+        ("engine = 3\n", r"triptych\.toml: .*engine"),
+        ("[engine]\nblock_size = 0\n", r"triptych\.toml: .*engine\.block_size"),
+        ("[model]\ndtype = 'int4'\n", r"triptych\.toml: .*model\.dtype`; it may be auto, bfloat16, float32$"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, content: str, named: str) -> None:

@@ -384,6 +384,18 @@ async def test_running_requests_are_drained_and_new_ones_refused() -> None:
     assert await asyncio.wait_for(task, 10) == 0
 
 
+@pytest.mark.parametrize("keys", ["", "secret"])
+async def test_the_curl_line_has_a_place_for_the_key(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIPTYCH_API_KEYS", keys)
+    task = asyncio.create_task(serve(deployment("EPD"), LINES.append))
+    await until(lambda: any(line.startswith("curl") for line in LINES), "ready")
+    (line,) = [line for line in LINES if line.startswith("curl")]
+    assert ("-H 'Authorization: Bearer YOUR_KEY'" in line) == bool(keys)
+    assert "secret" not in line
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(task, 10) == 0
+
+
 async def test_a_second_signal_forces() -> None:
     stubborn = msgspec.structs.replace(CONFIG, model=msgspec.structs.replace(CONFIG.model, served_name="stubborn"))
     task = asyncio.create_task(serve(deployment("EPD", config=stubborn), LINES.append))

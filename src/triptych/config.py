@@ -6,11 +6,13 @@ happens in validation, and 'auto' is resolved into a new object by whoever knows
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -227,13 +229,29 @@ def load(file: Path | None, overrides: dict[str, dict[str, Any]]) -> Config:
             values = tomllib.loads(file.read_text())
         except (OSError, ValueError) as error:  # no file, no text, no TOML
             raise ConfigError(f"{file}: {error}") from error
+        _converted(values, str(file))
     for section, fields in overrides.items():
         given = values.get(section, {})
         values[section] = given | fields if isinstance(given, dict) else given  # `convert` says what is wrong with it
+    return _converted(values, "configuration")
+
+
+def _converted(values: Mapping[str, Any], where: str) -> Config:
+    """Raises ConfigError that names `where` and the field, and what the field may be."""
     try:
         return msgspec.convert(values, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"configuration: {error}") from error
+        allowed = _allowed(str(error))
+        raise ConfigError(f"{where}: {error}" + (f"; it may be {allowed}" if allowed else "")) from error
+
+
+def _allowed(message: str) -> str:
+    """The values of the field that msgspec's message names, where it has a list of them."""
+    match = re.search(r"at `\$\.(\w+)\.(\w+)`$", message)
+    if match is None:
+        return ""
+    kind = get_type_hints(get_type_hints(Config)[match[1]])[match[2]]
+    return ", ".join(get_args(kind)) if get_origin(kind) is Literal else ""
 
 
 def by_section(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -248,8 +266,12 @@ def by_section(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             places[f"{section.name}_{name}"].append((section.name, name))
     found: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
-        if len(places[name]) != 1:
-            raise ConfigError(f"configuration: {name!r} is not the name of one setting", param=name)
+        if name not in places:
+            near = "".join(f"; did you mean {known}?" for known in get_close_matches(name, places, 1))
+            raise ConfigError(f"there is no setting {name!r}{near}", param=name)
+        if len(places[name]) > 1:
+            full = " or ".join(f"{section}_{field}" for section, field in places[name])
+            raise ConfigError(f"{name!r} is the name of several settings: say {full}", param=name)
         ((section_name, field),) = places[name]
         found.setdefault(section_name, {})[field] = value
     return found

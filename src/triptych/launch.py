@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from triptych.api.admission import Admission
 from triptych.api.app import create_app
+from triptych.api.keys import Keys
 from triptych.api.seam import RouterLike
 from triptych.api.server import ApiServer, bind, url_of
 from triptych.config import Config
@@ -241,6 +242,11 @@ class Deployment:
     def join_file(self) -> str:
         """Of a deployment that spans hosts, written when the router starts; else ""."""
         return f"{self.runtime_dir}/{JOIN_FILE}" if self.config.router.control_host else ""
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether the API asks its clients for a key."""
+        return bool(Keys.load(self.config.api.api_keys_file))
 
     @property
     def router(self) -> RunningRouter:

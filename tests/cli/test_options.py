@@ -84,6 +84,23 @@ def test_a_bad_value_is_a_usage_error(argv: list[str], capsys: pytest.CaptureFix
     assert argv[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["serve", "--block-size", "0"], "triptych serve: argument --engine-block-size/--block-size: '0'"),
+        (["serve", "--bogus"], "triptych: unrecognized arguments: --bogus"),
+        ([], "triptych: the following arguments are required: COMMAND"),
+    ],
+)
+def test_a_usage_error_is_two_lines(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    first, second = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert first.startswith(told)
+    assert second == f"see {told.partition(':')[0]} --help"
+
+
 def test_an_unknown_key_in_the_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.toml"
     path.write_text("[engine]\nblocksize = 1\n")

@@ -279,6 +279,50 @@ def test_what_json_cannot_carry_is_refused(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": [{"type": "image"}]}])
 
 
+@pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        ("text", "`messages` must be a conversation, .*; it is of type str"),
+        (None, "`messages` must be .*; it is None"),
+        ({"role": "user", "content": "a"}, "`messages` must be .*; it is an object with `role`, `content`"),
+        (["a"], "`messages` must be a conversation, .*; it is of type str"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": 5}]}],
+            r"`messages\.0\.content\.0\.image` must be",
+        ),
+    ],
+)
+def test_what_is_no_conversation_is_refused_by_name(llm: LLM, messages: Any, named: str) -> None:
+    with pytest.raises(BadRequestError, match=named):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        (None, "`prompt` must be text, .*; it is None"),
+        (5, "`prompt` must be text, .*; it is of type int"),
+        ({"prompt": "abc", "bogus": 1}, "`bogus` is not part of a prompt; there are `prompt`"),
+        ({"prompt": "abc", "prompt_token_ids": [1]}, "`prompt` or `prompt_token_ids`, not both"),
+        (
+            {"prompt": PLACE, "images": [5]},
+            r"`images\.0` must be a PIL image, a path, .* it is of type int",
+        ),
+        ({"prompt": PLACE, "multi_modal_data": {"video": 1}}, "`multi_modal_data` must be .*an object with `video`"),
+        ({"prompt": PLACE, "multi_modal_data": [RED]}, "`multi_modal_data` must be .*of type list"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompt: Any, named: str) -> None:
+    with pytest.raises(BadRequestError, match=named):
+        llm.generate(prompt)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], "greedy", 5])
+def test_params_of_another_type_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(BadRequestError, match=r"`sampling_params` must be SamplingParams\(\.\.\.\) or a list of them"):
+        llm.chat(ask("a"), params)
+
+
 def test_unknown_options_are_type_errors(llm: LLM) -> None:
     with pytest.raises(TypeError, match="'add_generation_promt' is not an option"):
         llm.chat(ask("a"), SHORT, add_generation_promt=False)  # type: ignore[call-overload]
@@ -287,8 +331,10 @@ def test_unknown_options_are_type_errors(llm: LLM) -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match="'blok_size' is not the name of one setting"):
+    with pytest.raises(ConfigError, match=r"^there is no setting 'blok_size'; did you mean block_size\?$"):
         LLM("demo", blok_size=16)
+    with pytest.raises(ConfigError, match=r"^there is no setting 'foo'$"):
+        LLM("demo", foo=1)
     with pytest.raises(ConfigError, match="no such directory"):
         LLM("/does/not/exist")
     with pytest.raises(ConfigError, match="kv_bytes=1 hold 0 KV blocks"):

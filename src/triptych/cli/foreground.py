@@ -53,7 +53,7 @@ async def _until_told(
         if code is not None:
             return code
     elif deployment.placement is not None:
-        say(curl_line(deployment.url, deployment.router.model_name))
+        say(curl_line(deployment.url, deployment.router.model_name, deployment.needs_key))
     failed = await _before(told, deployment.failed())
     if failed is None:
         return 0

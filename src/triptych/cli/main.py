@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from triptych import __version__
 from triptych.cli import bench, config, demo, restart, router, serve, worker
 from triptych.errors import TriptychError
 
 
+class Parser(argparse.ArgumentParser):
+    """Its subcommands are of the same kind: argparse makes them of the parser's own class."""
+
+    def error(self, message: str) -> NoReturn:
+        """Without the usage, which with a flag for every setting fills a screen."""
+        self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="triptych",
         description="Serve a vision-language model with encode, prefill and decode as stages that scale separately.",
         allow_abbrev=False,

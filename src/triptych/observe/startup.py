@@ -15,6 +15,8 @@ def describe_worker(info: WorkerInfo) -> str:
     )
 
 
-def curl_line(url: str, model: str) -> str:
+def curl_line(url: str, model: str, needs_key: bool) -> str:
+    """A first question to paste. A key stays out of the terminal."""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is 2 plus 3?"}}]}}'
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"

@@ -6,10 +6,12 @@ the request's turn comes: a long batch does not hold all of them twice.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, cast
 
 import msgspec
+from PIL import Image
 
 from triptych.api.body import convert, decode_object
 from triptych.api.chat import parse_chat
@@ -51,6 +53,8 @@ class ChatOptions(PromptOptions, total=False):
 
 
 _PLACE = "data:application/x-python-image,{}"  # the URL of an image that stays aside
+_PROMPT_NAMES = ("prompt", "prompt_token_ids", "images", "multi_modal_data")
+_CONVERSATION = "a conversation, a list of messages such as {'role': 'user', 'content': ...}"
 _KEYS = ("image", "image_pil", "path", "url")  # of a part of type image or image_pil
 
 
@@ -84,14 +88,18 @@ class Question(NamedTuple):
 
 
 def conversations_of(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
-    """A list of conversations, of messages that may be one conversation."""
+    """A list of conversations, of messages that may be one conversation. Raises BadRequestError for what is neither."""
+    if not _is_list(messages):
+        raise _wrong("messages", f"{_CONVERSATION}, or a list of such lists", messages)
     if messages and isinstance(messages[0], Mapping):
         return [cast(Conversation, messages)]
     return cast(Sequence[Conversation], messages)
 
 
 def prompts_of(given: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A list of prompts, of what may be one: text, token ids or an object."""
+    """A list of prompts, of what may be one: text, token ids or an object. Raises BadRequestError for what is none."""
+    if not isinstance(given, str | Mapping) and not _is_list(given):
+        raise _wrong("prompt", "text, token ids, an object such as {'prompt': ...}, or a list of them", given)
     if isinstance(given, str | Mapping) or (given and all(isinstance(token_id, int) for token_id in given)):
         return [cast(Prompt, given)]
     return cast(Sequence[Prompt], given)
@@ -99,6 +107,8 @@ def prompts_of(given: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 def chat_question(messages: Conversation, fields: Mapping[str, Any], served: Served) -> Question:
     """Raises BadRequestError as the API does for the same body."""
+    if not _is_list(messages):
+        raise _wrong("messages", _CONVERSATION, messages)
     aside: dict[str, ImageLike] = {}
     plain = [_without_images(message, f"messages.{k}", aside) for k, message in enumerate(messages)]
     (request,) = parse_chat(_body({"messages": plain, **fields}), served, Caller()).requests
@@ -128,10 +138,13 @@ def _without_image(part: object, at: str, aside: dict[str, ImageLike]) -> object
     image = next((part[key] for key in _KEYS if part.get(key) is not None), None)
     if image is None:
         raise MalformedRequestError(f"`{at}` has no `image`.", param=f"body.{at}.image")
-    return {"type": "image_url", "image_url": {"url": _put_aside(image, aside)}, "uuid": part.get("uuid")}
+    url = _put_aside(image, f"{at}.image", aside)
+    return {"type": "image_url", "image_url": {"url": url}, "uuid": part.get("uuid")}
 
 
-def _put_aside(image: ImageLike, aside: dict[str, ImageLike]) -> str:
+def _put_aside(image: object, at: str, aside: dict[str, ImageLike]) -> str:
+    if not isinstance(image, Image.Image | str | os.PathLike | bytes):
+        raise _wrong(at, "a PIL image, a path, bytes or a URL", image)
     if is_url(image):
         return cast(str, image)
     place = _PLACE.format(len(aside))
@@ -139,11 +152,16 @@ def _put_aside(image: ImageLike, aside: dict[str, ImageLike]) -> str:
     return place
 
 
+def _image_input(image: object, at: str, aside: dict[str, ImageLike]) -> ImageInput:
+    return ImageInput(_put_aside(image, at, aside), param=at)
+
+
 def prompt_question(prompt: Prompt, fields: Mapping[str, Any], served: Served) -> Question:
     """A prompt that no chat template touches: text, token ids, or an object with either and its images."""
-    images: Sequence[ImageLike] = ()
+    images: Sequence[object] = ()
     asked: object = prompt
     if isinstance(prompt, Mapping):
+        _check_names(prompt)
         images = _images_of(prompt)
         asked = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
     text = asked if isinstance(asked, str) else None
@@ -151,7 +169,7 @@ def prompt_question(prompt: Prompt, fields: Mapping[str, Any], served: Served) -
     request = msgspec.structs.replace(
         _prompt_request(_body(fields), served),
         prompt=_token_ids(asked, served) if text is None else text,
-        images=[ImageInput(_put_aside(image, aside), param=f"images.{k}") for k, image in enumerate(images)],
+        images=[_image_input(image, f"images.{k}", aside) for k, image in enumerate(images)],
     )
     return Question(request, aside, text)
 
@@ -171,12 +189,42 @@ def _prompt_request(body: dict[str, Any], served: Served) -> Request:
     )
 
 
-def _images_of(prompt: Mapping[str, Any]) -> Sequence[ImageLike]:
+def _check_names(prompt: Mapping[str, Any]) -> None:
+    """Nothing that would be ignored, and nothing twice."""
+    for name in prompt:
+        if name not in _PROMPT_NAMES:
+            known = ", ".join(f"`{each}`" for each in _PROMPT_NAMES)
+            raise BadRequestError(f"`{name}` is not part of a prompt; there are {known}.", param=str(name))
+    for name, other in (("prompt", "prompt_token_ids"), ("images", "multi_modal_data")):
+        if prompt.get(name) is not None and prompt.get(other) is not None:
+            raise BadRequestError(f"A prompt has `{name}` or `{other}`, not both.", param=name)
+
+
+def _images_of(prompt: Mapping[str, Any]) -> Sequence[object]:
     """`images`, or vLLM's `multi_modal_data`, where one image may stand without a list."""
     images = prompt.get("images")
     if images is None:
-        images = (prompt.get("multi_modal_data") or {}).get("image") or ()
+        data = prompt.get("multi_modal_data") or {}
+        if not isinstance(data, Mapping) or data.keys() - {"image"}:
+            raise _wrong("multi_modal_data", "an object with `image` and nothing else", data)
+        images = data.get("image") or ()
     return images if isinstance(images, list | tuple) else (images,)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _wrong(name: str, expected: str, value: object) -> MalformedRequestError:
+    return MalformedRequestError(f"`{name}` must be {expected}; it is {_kind(value)}.", param=name)
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, Mapping):
+        return f"an object with {', '.join(f'`{key}`' for key in value) or 'nothing'}"
+    return f"of type {type(value).__name__}"
 
 
 def _token_ids(prompt: object, served: Served) -> list[int]:

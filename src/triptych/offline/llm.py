@@ -229,6 +229,11 @@ def _check_names(options: Mapping[str, object], known: type) -> None:
 def _one_each(params: Sampling, count: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise BadRequestError(
+            f"`sampling_params` must be SamplingParams(...) or a list of them; it is of type {type(params).__name__}.",
+            param="sampling_params",
+        )
     if len(params) != count:
         raise BadRequestError(f"{len(params)} sampling_params for {count} requests", param="sampling_params")
     return params
