@@ -101,6 +101,7 @@ EXAMPLES: list[Body] = [
         WorkerInfo(
             WorkerAddress("e", "00", "tcp://10.0.0.1:7000", "/run/e.pool", "10.0.0.1:7001", "k" * 40), [Stage.ENCODE],
             "v", "demo", 100, WeightsReport(1, 2, 3, 4, 0.5), pid=1, cores=[0], kv_layout="rows",
+            kernels={"language": "torch"}, supervised=True,
         )
     ),
     messages.Beat(Heartbeat("e", "00", Load(num_waiting=1), {"encode_items_total": 2.0}, True)),

@@ -194,6 +194,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     pid: int
     cores: list[int] = []
     kv_layout: str = ""  # inside a KV block; empty where no language model is hosted
+    kernels: dict[str, str] = {}  # what runs the layers of each part, "native" or "torch", by "vision" and "language"
     supervised: bool = False  # the router's process starts it again when it leaves
 
 

@@ -316,19 +316,21 @@ class LoadedStages(NamedTuple):
     stages: StageSet
     weights: WeightsReport
     kv_layout: str
+    kernels: dict[str, str]  # as in `WorkerInfo`
 
 
 def load_stages(parts: WorkerParts, worker: WorkerConfig, wake: Callable[[], None]) -> LoadedStages:
     """Load what the hosted stages need of the weights, and nothing else. `wake` ends a wait for messages."""
     encode = language = None
     kv_layout = ""
-    reports = []
+    reports, native = [], {}
     if StageName.ENCODE in worker.stages:
-        encode, report = load_encode(parts, wake, _log_progress("vision"))
+        encode, report, native[Part.VISION] = load_encode(parts, wake, _log_progress("vision"))
         reports.append(report)
     if StageName.PREFILL in worker.stages or StageName.DECODE in worker.stages:
         try:
-            language, report, kv_layout = load_language(parts, worker.stages, _log_progress("language"))
+            loaded = load_language(parts, worker.stages, _log_progress("language"))
+            language, report, native[Part.LANGUAGE], kv_layout = loaded
         except BaseException:  # the process may live on without this worker
             if encode is not None:
                 encode.close()
@@ -345,7 +347,8 @@ def load_stages(parts: WorkerParts, worker: WorkerConfig, wake: Callable[[], Non
         "stages=%s shards=%d/%d bytes=%d/%d load_s=%.2f", ",".join(worker.stages), weights.shards_read,
         weights.shards_total, weights.bytes_read, weights.bytes_total, weights.load_s,
     )  # fmt: skip
-    return LoadedStages(StageSet(encode, language), weights, kv_layout)
+    kernels = {part.value: "native" if is_native else "torch" for part, is_native in native.items()}
+    return LoadedStages(StageSet(encode, language), weights, kv_layout, kernels)
 
 
 def _log_progress(part: str) -> Callable[[int, int], None]:
@@ -375,5 +378,6 @@ def worker_info(parts: WorkerParts, worker: WorkerConfig, loaded: LoadedStages) 
         pid=os.getpid(),
         cores=worker.cores,
         kv_layout=loaded.kv_layout,
+        kernels=loaded.kernels,
         supervised=worker.supervised,
     )

@@ -14,8 +14,11 @@ from triptych import LLM, BatchError, RequestOutput, SamplingParams
 from triptych.api.chat import parse_chat
 from triptych.api.fields import Caller, Served
 from triptych.errors import BadRequestError, ConfigError, MalformedRequestError, MediaError, TriptychError
+from triptych.kernels import library
+from triptych.observe.startup import describe_worker
 from triptych.offline.images import image_url
 from triptych.offline.inputs import Prompt
+from triptych.offline.local import LocalDeployment
 from triptych.types import FinishReason
 
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -341,6 +344,17 @@ def test_settings_are_checked() -> None:
         LLM("demo", kv_bytes=1)
     with pytest.raises(ConfigError, match="num_threads is for a model in this process"):
         LLM("demo", placement="EPD", num_threads=2)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_worker_says_which_kernels_run(kernels: str) -> None:
+    with LLM("demo", num_kv_blocks=300, kernels=kernels) as llm:
+        service = llm._runtime._service
+        assert isinstance(service, LocalDeployment)
+        (info,) = [worker.info for worker in service.router.registry.workers()]
+    runs = "native" if kernels == "auto" and library.available() else "torch"
+    assert info.kernels == {"vision": runs, "language": runs}
+    assert describe_worker(info).endswith(f"kernels: vision {runs}, language {runs}")
 
 
 # -- errors of one among several ---------------------------------------------------------------------------------------

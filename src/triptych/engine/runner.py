@@ -91,6 +91,11 @@ class ModelRunner:
         return cls(spec, device, kv, language, report, use_kernels=use_kernels)
 
     @property
+    def is_native(self) -> bool:
+        """Whether the decoder layers are run by `triptych.kernels`."""
+        return self._native is not None
+
+    @property
     def kv_layout(self) -> str:
         """How a KV block is laid out inside; blocks move only between workers that agree."""
         return "rows" if self._native is None else "tiles"

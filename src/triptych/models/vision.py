@@ -14,7 +14,7 @@ from torch import nn
 
 from triptych.errors import EngineError
 from triptych.models.family import Part
-from triptych.models.native_vision import swap_vision
+from triptych.models.native_vision import NativeVisionBlock, swap_vision
 from triptych.models.registry import ModelSpec
 from triptych.models.swaps import swap_patch_embed, swap_rms_norms
 from triptych.models.weights import Progress, load_part, resolve_device, torch_dtype
@@ -30,6 +30,7 @@ class VisionRunner:
 
     def __init__(self, spec: ModelSpec, tower: nn.Module, device: torch.device, report: WeightsReport) -> None:
         self.report = report
+        self.is_native = any(isinstance(module, NativeVisionBlock) for module in tower.modules())  # its blocks
         self.num_forwards = 0  # since start, those of probes not counted
         self._family = spec.family
         self._tower = tower

@@ -9,9 +9,11 @@ def describe_worker(info: WorkerInfo) -> str:
     weights = info.weights
     cores = ",".join(map(str, info.cores)) or "any"
     megabytes = f"{weights.bytes_read / 1e6:.1f} of {weights.bytes_total / 1e6:.1f} MB"
+    kernels = ", ".join(f"{part} {runs}" for part, runs in info.kernels.items()) or "unknown"
     return (
         f"  {info.address.name:<16} {'+'.join(info.stages):<22} cores {cores:<8} pid {info.pid:<8} weights "
-        f"{weights.shards_read} of {weights.shards_total} shards, {megabytes} in {weights.load_s:.2f} s"
+        f"{weights.shards_read} of {weights.shards_total} shards, {megabytes} in {weights.load_s:.2f} s, "
+        f"kernels: {kernels}"
     )
 
 

@@ -98,7 +98,13 @@ def to_patches(spec: ModelSpec, decode: Decode) -> ToPatches:
     return patches
 
 
-def load_encode(parts: WorkerParts, wake: Callable[[], None], progress: Progress) -> tuple[EncodeStage, WeightsReport]:
+class LoadedEncode(NamedTuple):
+    stage: EncodeStage
+    report: WeightsReport
+    is_native: bool  # its blocks are run by `triptych.kernels`
+
+
+def load_encode(parts: WorkerParts, wake: Callable[[], None], progress: Progress) -> LoadedEncode:
     """`wake` is called from other threads whenever an image is preprocessed."""
     media, encode = parts.config.media, parts.config.encode
     limits = DecodeLimits(media.max_image_pixels, encode.decode_bytes, encode.decode_timeout_s)
@@ -107,7 +113,7 @@ def load_encode(parts: WorkerParts, wake: Callable[[], None], progress: Progress
     preprocessor = ThreadedPreprocessor(patches, encode.preprocess_threads, wake, decode.close)
     tower = VisionRunner.load(parts.spec, progress=progress)
     decode.wait_ready()
-    return build_encode(parts, preprocessor, tower), tower.report
+    return LoadedEncode(build_encode(parts, preprocessor, tower), tower.report, tower.is_native)
 
 
 def build_encode(parts: WorkerParts, preprocessor: Preprocessor, tower: VisionTower) -> EncodeStage:
@@ -134,6 +140,7 @@ def kv_memory(parts: WorkerParts) -> KVMemory:
 class LoadedLanguage(NamedTuple):
     stage: LanguageStage
     report: WeightsReport
+    is_native: bool
     kv_layout: str  # inside a block, see `ModelRunner.kv_layout`
 
 
@@ -144,7 +151,7 @@ def load_language(parts: WorkerParts, stages: Sequence[Stage], progress: Progres
     pack = Stage.DECODE in stages and parts.spec.dtype == "bfloat16" and parts.spec.family.text.hidden >= PACKED_WIDTH
     runner = ModelRunner.load(parts.spec, memory.tensor, pack_linears=pack, progress=progress)
     stage = build_language(parts, stages, memory, runner, runner.probe)
-    return LoadedLanguage(stage, runner.report, runner.kv_layout)
+    return LoadedLanguage(stage, runner.report, runner.is_native, runner.kv_layout)
 
 
 def build_language(
