@@ -91,6 +91,17 @@ def test_one_whose_weights_are_damaged_leaves_nothing(checkpoint: Path, tmp_path
     assert psutil.Process().children() == children
 
 
+def test_one_whose_tower_is_damaged_leaves_no_process(checkpoint: Path, tmp_path: Path, left: Left) -> None:
+    damaged = shutil.copytree(checkpoint, tmp_path / "damaged")
+    shard = damaged / "model-00001-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    children = psutil.Process().children()
+    with pytest.raises(ConfigError, match=r"damaged: .*incomplete metadata"):
+        small(damaged)
+    assert left() == []
+    assert psutil.Process().children() == children
+
+
 def test_an_unreachable_one_is_closed(checkpoint: Path, left: Left) -> None:
     llm = small(checkpoint)
     llm.chat(ask("a"), SHORT)

@@ -207,4 +207,7 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BrokenPipeError:  # the worker is gone, and nobody is left to be told
+        os._exit(0)

@@ -111,8 +111,12 @@ def load_encode(parts: WorkerParts, wake: Callable[[], None], progress: Progress
     decode = DecodeProcesses(limits, encode.preprocess_threads)  # they start while the weights are read
     patches = to_patches(parts.spec, decode)
     preprocessor = ThreadedPreprocessor(patches, encode.preprocess_threads, wake, decode.close)
-    tower = VisionRunner.load(parts.spec, progress=progress)
-    decode.wait_ready()
+    try:
+        tower = VisionRunner.load(parts.spec, progress=progress)
+        decode.wait_ready()
+    except BaseException:  # the process may live on without this worker
+        preprocessor.close()
+        raise
     return LoadedEncode(build_encode(parts, preprocessor, tower), tower.report, tower.is_native)
 
 
