@@ -126,13 +126,15 @@ def test_a_process_that_cannot_start_is_not_the_images_fault(monkeypatch: pytest
 
 
 def test_several_threads_share_several_processes() -> None:
+    before = psutil.Process().children()  # other tests may have left their fork server
     processes = DecodeProcesses(ROOMY, 2)
     processes.wait_ready()
+    assert len(psutil.Process().children()) == len(before) + 2
     with ThreadPoolExecutor(4) as threads:
         done: list[Pixels] = list(threads.map(processes, [GOOD] * 12))
     assert all(np.array_equal(pixels, done[0]) for pixels in done)
     processes.close()
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
 
 
 def test_nothing_is_left_of_a_worker_that_is_killed() -> None:
