@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := src tests demo benchmarks hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-clients chaos check bench format clean
+.PHONY: help demo serve test test-slow test-clients test-hosts chaos check bench format clean
 
 help:  ## print the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,21 +33,23 @@ test: $(VENV)/.installed-dev  ## lint, types and the fast tests
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow and not gpu and not clients"
+	$(BIN)/pytest -m "not slow and not gpu and not clients and not hosts"
 
 test-slow: $(VENV)/.installed-dev  ## the tests that need minutes
-	$(BIN)/pytest -m "slow and not gpu and not clients"
+	$(BIN)/pytest -m "slow and not gpu and not clients and not hosts"
 
 test-clients: $(VENV)/.installed-dev  ## public clients against a deployment; makes an environment for each
 	$(BIN)/pytest -m clients tests/clients
+
+test-hosts: $(VENV)/.installed-dev  ## workers in network namespaces, and their links cut; needs root
+	$(BIN)/pytest -m hosts
 
 CHAOS_SECONDS ?= 600
 CHAOS_SEED ?= 0
 chaos: $(VENV)/.installed-dev  ## faults under load against real processes; ten minutes
 	$(BIN)/python -m tests.chaos --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --json chaos-result.json
 
-check: test test-slow test-clients  ## what CI runs, with a minute of chaos
-	$(MAKE) chaos CHAOS_SECONDS=60
+check: test test-slow  ## what CI runs
 
 checkpoints/mid: $(VENV)/.installed
 	$(BIN)/python benchmarks/checkpoints.py mid $@

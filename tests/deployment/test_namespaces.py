@@ -18,7 +18,7 @@ from triptych.config import Config
 from triptych.launch import Deployment
 from triptych.placement import Placement
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 WORKERS = {
     "encode-0": "encode",
