@@ -70,6 +70,7 @@ async def test_a_part_of_the_corpus(served: Served) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.usefixtures("unlogged")
 async def test_every_file_ends_well_in_bounded_memory(served: Served) -> None:
     samples = corpus()
     await assert_serving(served)

@@ -18,6 +18,7 @@ def test_media_follows_from_its_seed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unlogged")
 async def test_bytes_that_were_pictures_once() -> None:
     async with serving(SMALL_CACHES) as deployment:
         outcome = await fuzz(deployment, ask, seconds=20, seed=7)
