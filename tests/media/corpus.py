@@ -10,11 +10,10 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from enum import Enum
-from io import BytesIO
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from .hostile import (
     COSTLY_HEADERS,
@@ -36,7 +35,7 @@ from .hostile import (
     webp_animation,
     webp_canvas,
 )  # fmt: skip
-from .pictures import WHITE, encoded, exif_orientation, noise, png, png_chunk, png_of, red_left_edge
+from .pictures import MODES, encoded, exif_orientation, noise, png, png_chunk, png_of, read_plainly, red_left_edge
 from .profiles import P3_PRIMARIES, display, gamma_curve, grey, inks, library_srgb
 
 
@@ -55,21 +54,9 @@ class Sample(NamedTuple):
     @property
     def reference(self) -> Image.Image:
         """What the file shows, read the plain way: for files that are right and have no profile to convert."""
-        image = ImageOps.exif_transpose(Image.open(BytesIO(self.content)))
-        if image.has_transparency_data:
-            image = Image.alpha_composite(Image.new("RGBA", image.size, (*WHITE, 255)), image.convert("RGBA"))
-        return image.convert("RGB")
+        return read_plainly(self.content)
 
 
-MODES = {
-    "PNG": ["1", "L", "LA", "P", "RGB", "RGBA"],
-    "JPEG": ["L", "RGB", "CMYK"],
-    "WEBP": ["L", "RGB", "RGBA"],
-    "AVIF": ["L", "RGB", "RGBA"],
-    "GIF": ["L", "P", "RGB"],
-    "BMP": ["1", "L", "P", "RGB"],
-    "TIFF": ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"],
-}
 SIZES = [(1, 1), (33, 17), (120, 64)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from triptych.types import Rgb
 
@@ -76,3 +76,23 @@ def _packed(row: NDArray[Any], depth: int) -> bytes:
         return row.astype(">u2" if depth == 16 else np.uint8).tobytes()
     bits = (row.reshape(-1, 1) >> np.arange(depth - 1, -1, -1)) & 1
     return np.packbits(bits.astype(np.uint8).reshape(-1)).tobytes()
+
+
+# Every lossy and lossless form of every mode that a writer here can make.
+MODES = {
+    "PNG": ["1", "L", "LA", "P", "RGB", "RGBA"],
+    "JPEG": ["L", "RGB", "CMYK"],
+    "WEBP": ["L", "RGB", "RGBA"],
+    "AVIF": ["L", "RGB", "RGBA"],
+    "GIF": ["L", "P", "RGB"],
+    "BMP": ["1", "L", "P", "RGB"],
+    "TIFF": ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"],
+}
+
+
+def read_plainly(content: bytes) -> Image.Image:
+    """What a file shows, for one that is right and has no profile to convert: upright, over white, RGB."""
+    image = ImageOps.exif_transpose(Image.open(BytesIO(content)))
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, (*WHITE, 255)), image.convert("RGBA"))
+    return image.convert("RGB")

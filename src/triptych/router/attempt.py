@@ -182,7 +182,7 @@ class Attempt:
             case messages.Accepted():
                 self._on_accepted(message, output_ids)
             case messages.Refused():
-                if message.reason is messages.Refusal.DRAINING:
+                if message.reason is Refusal.DRAINING:
                     self._leaves(sender)
                 if message.reason.retryable:
                     raise WorkerLostError(f"{sender} refused the request: {message.message}")
