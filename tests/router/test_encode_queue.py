@@ -288,3 +288,11 @@ def test_without_fan_out_the_items_of_a_request_go_to_one_worker() -> None:
     workers = {request: {w for r, _, w in drive.given if r == request} for request in ("r", "s")}
     assert len(workers["r"]) == len(workers["s"]) == 1
     assert workers["r"] != workers["s"]
+
+
+def test_where_every_worker_is_to_be_avoided_the_one_with_fewest_reasons_is_taken() -> None:
+    drive = Drive(("e0", [E]), ("e1", [E]))
+    for k in range(8):
+        drive.demand(f"r{k}", f"x{k}", avoid=["e0", "e0", "e1"])
+    drive.run()
+    assert {worker for _, _, worker in drive.given} == {"e1"}

@@ -9,6 +9,7 @@ from triptych.errors import NoCapacityError
 from triptych.messages import BlocksChanged
 from triptych.router.plan import make_plan
 from triptych.router.prefix_index import PrefixIndex
+from triptych.router.registry import CUT_S
 from triptych.types import Grid, ItemMetadata, Load, MediaItem, Modality, Placeholder, Prompt, PromptItem, Stage
 
 PROMPT = Prompt(list(range(100)))
@@ -36,6 +37,28 @@ def test_without_decode_on_the_prefill_worker_the_least_loaded_decode_worker_is_
     told.registry.workers()[1].num_inflight_requests = 1
     plan = make_plan(PROMPT, "", told.registry, told.prefixes)
     assert (plan.prefill.name, plan.decode.name, plan.decode_elsewhere) == ("p0", "d1", True)
+
+
+def test_a_decode_worker_behind_a_cut_link_is_taken_only_where_there_is_no_other() -> None:
+    told = Told(info("p0", [P]), info("d0", [D]), info("d1", [D]))
+
+    def decode() -> str:
+        return make_plan(PROMPT, "", told.registry, told.prefixes).decode.name
+
+    told.registry.cut("d0", "p0")
+    assert decode() == "d1"
+    told.clock.advance(1)
+    told.registry.cut("p0", "d1")
+    assert decode() == "d0"  # cut longer ago
+    told.clock.advance(1)
+    told.registry.cut("p0", "d0")
+    assert decode() == "d1"
+    told.registry.reached("d0", "p0")
+    assert decode() == "d0"
+    told.registry.cut("p0", "d0")
+    told.clock.advance(CUT_S)
+    told.registry.workers()[2].num_inflight_requests = 1
+    assert decode() == "d0"  # it is tried again
 
 
 @pytest.mark.parametrize(

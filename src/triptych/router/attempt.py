@@ -126,7 +126,9 @@ class Attempt:
                 next_index += len(output.token_ids)
                 self._prefilled()
                 self._grow(len(output.token_ids))
-                self._decode_began |= output.decode is not None
+                if output.decode is not None and not self._decode_began:
+                    self._decode_began = True
+                    self._registry.reached(self.plan.prefill.name, self.plan.decode.name)
                 yield output
                 if output.finish_reason is not None:
                     return
@@ -297,7 +299,9 @@ class Attempt:
         item = self._open.get(message.mm_hash)
         if item is not None and item.consumer.name == sender:
             del self._open[message.mm_hash]
-            if item.encoder is not None:  # the consumer's word can overtake the encode worker's `ItemEncoded`
+            if item.encoder is not None:
+                self._registry.reached(item.encoder.name, sender)
+                # The consumer's word can overtake the encode worker's `ItemEncoded`.
                 self._encodes.encoded(message.mm_hash, item.encoder)
 
     def _on_item_failed(self, sender: str, message: messages.ItemFailed) -> None:

@@ -31,7 +31,7 @@ class EncodeJob(NamedTuple):
     mm_hash: str
     num_embeds: int
     consumer: str  # worker's name
-    avoid: Sequence[str]  # workers that failed it
+    avoid: Sequence[str]  # workers that failed it, or that its consumer cannot reach; once for each reason
     start: Callable[[RegisteredWorker], None]  # send it there
     priority: int = 0  # lower is sooner
 
@@ -175,7 +175,8 @@ class EncodeQueue:
     def _first_to_finish(
         self, job: EncodeJob, workers: Sequence[RegisteredWorker], free_s: dict[str, float]
     ) -> RegisteredWorker:
-        allowed = [worker for worker in workers if worker.name not in job.avoid] or workers
+        fewest = min(job.avoid.count(worker.name) for worker in workers)
+        allowed = [worker for worker in workers if job.avoid.count(worker.name) == fewest]
         if not self._config.fan_out:
             allowed = [worker for worker in allowed if worker is self._at_work_for(job.key)] or allowed
         rank = {name: i for i, name in enumerate(rendezvous_order(job.mm_hash, [w.name for w in allowed]))}

@@ -5,6 +5,7 @@ Encode workers are not planned: `encode_queue.py` chooses them late, item by ite
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -36,10 +37,7 @@ def make_plan(prompt: Prompt, cache_salt: str, registry: Registry, prefixes: Pre
     if Stage.DECODE in prefill.info.stages:
         decode = prefill  # the KV is there already
     else:
-        decoders, cut_off = registry.require(Stage.DECODE), registry.cut_off_from(prefill.name)
-        workers = {worker.name: worker for worker in decoders if worker.name not in cut_off}
-        workers = workers or {worker.name: worker for worker in decoders}
-        decode = workers[most_room({name: w.decode_load for name, w in workers.items()}, len(prompt.token_ids))]
+        decode = _choose_decode(registry.require(Stage.DECODE), registry.cut_off_from(prefill.name), prompt)
     if prompt.items:
         registry.require(Stage.ENCODE)
     return Plan(prefill, decode, prefix)
@@ -57,6 +55,17 @@ def _choose_prefill(
         return (num_tokens + RUNNING_TOKENS * worker.num_inflight_requests) * worker.seconds_a_prompt_token
 
     return min(workers, key=lambda worker: (ready_s(worker), order[worker.name]))
+
+
+def _choose_decode(
+    workers: list[RegisteredWorker], cut_until_s: Mapping[str, float], prompt: Prompt
+) -> RegisteredWorker:
+    """The one with most room that the prefill worker reaches. It may reach none: then the link that was cut first is
+    tried first, for it is the likeliest to be whole again."""
+    reached = {worker.name: worker for worker in workers if worker.name not in cut_until_s}
+    if not reached:
+        return min(workers, key=lambda worker: cut_until_s[worker.name])
+    return reached[most_room({name: w.decode_load for name, w in reached.items()}, len(prompt.token_ids))]
 
 
 def _beginning(prompt: Prompt, cache_salt: str) -> str:

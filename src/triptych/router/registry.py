@@ -168,13 +168,19 @@ class Registry:
 
     def cut(self, name: str, other: str) -> None:
         """The two cannot reach each other; nothing is planned over that link for a while."""
-        self._cut_until_s[frozenset((name, other))] = self._clock.now() + CUT_S
-
-    def cut_off_from(self, name: str) -> list[str]:
-        """Workers that this one cannot reach."""
         now = self._clock.now()
         self._cut_until_s = {pair: until_s for pair, until_s in self._cut_until_s.items() if until_s > now}
-        return [other for pair in self._cut_until_s if name in pair for other in pair - {name}]
+        self._cut_until_s[frozenset((name, other))] = now + CUT_S
+
+    def reached(self, name: str, other: str) -> None:
+        """Something came over the link of the two: it is whole, whatever it was."""
+        self._cut_until_s.pop(frozenset((name, other)), None)
+
+    def cut_off_from(self, name: str) -> dict[str, float]:
+        """Workers that this one cannot reach, by name, and until when that is believed."""
+        now = self._clock.now()
+        cut = {pair: until_s for pair, until_s in self._cut_until_s.items() if name in pair and until_s > now}
+        return {other: until_s for pair, until_s in cut.items() for other in pair - {name}}
 
     def find(self, name: str, epoch: str) -> RegisteredWorker | None:
         worker = self._workers.get(name)
