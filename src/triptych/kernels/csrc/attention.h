@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -143,25 +144,31 @@ class Attention {
 
     // Scores of row i, in powers of two, to weights 2^(score - maximum), zero from `visible` on; corrects what was summed before.
     void weigh(long i, long visible, long num_tiles) {
+        const long num_seen = std::max(0L, std::min(visible, num_tiles * TILE));
+        const long num_full = num_seen / TILE, num_begun = (num_seen + TILE - 1) / TILE;
+        const __mmask16 rest = first_lanes(num_seen - num_full * TILE);
         const float* scores = scores_ + i * SPAN;
         T* weights = weights_ + i * SPAN;
-        const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-        __m512 highest = lowest;
-        for (long t = 0; t < num_tiles; ++t) {
-            const __mmask16 seen = first_lanes(visible - t * TILE);
-            highest = _mm512_mask_max_ps(highest, seen, highest, _mm512_loadu_ps(scores + t * TILE));
-        }
+        __m512 highest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        for (long t = 0; t < num_full; ++t) highest = _mm512_max_ps(highest, _mm512_loadu_ps(scores + t * TILE));
+        if (rest) highest = _mm512_mask_max_ps(highest, rest, highest, _mm512_loadu_ps(scores + num_full * TILE));
         const float maximum = std::fmax(maximum_[i], _mm512_reduce_max_ps(highest) * scale_);
         const __m512 scale = _mm512_set1_ps(scale_), shift = _mm512_set1_ps(maximum);
         __m512 sum = _mm512_setzero_ps();
-        for (long t = 0; t < num_tiles; ++t) {
-            const __mmask16 seen = first_lanes(visible - t * TILE);
-            const __m512 exponent = _mm512_fmsub_ps(_mm512_loadu_ps(scores + t * TILE), scale, shift);
-            const __m512 weight = _mm512_maskz_mov_ps(seen, exp2<T>(exponent));
-            sum = _mm512_add_ps(sum, weight);
-            Number<T>::store(weights + t * TILE, weight);
+        const auto weight = [&](long t) { return exp2<T>(_mm512_fmsub_ps(_mm512_loadu_ps(scores + t * TILE), scale, shift)); };
+        for (long t = 0; t < num_full; ++t) {
+            const __m512 full = weight(t);
+            sum = _mm512_add_ps(sum, full);
+            Number<T>::store(weights + t * TILE, full);
         }
-        correction_[i] = std::exp2(maximum_[i] - maximum);
+        if (rest) {
+            const __m512 part = _mm512_maskz_mov_ps(rest, weight(num_full));
+            sum = _mm512_add_ps(sum, part);
+            Number<T>::store(weights + num_full * TILE, part);
+        }
+        for (long t = num_begun; t < num_tiles; ++t) Number<T>::store(weights + t * TILE, _mm512_setzero_ps());
+        // Before the first span the maximum is minus infinity, and there is nothing to correct.
+        correction_[i] = _mm512_cvtss_f32(exp2<float>(_mm512_set1_ps(std::fmax(maximum_[i] - maximum, -200.0f))));
         maximum_[i] = maximum;
         sum_[i] = sum_[i] * correction_[i] + _mm512_reduce_add_ps(sum);
     }

@@ -130,6 +130,8 @@ void gated(const T* x, long num_rows, const Linear& layer, long intermediate, T*
     });
 }
 
+constexpr long ROWS_AHEAD = 8;  // whose elements are on their way from farther memory while one row is worked on
+
 // -- decoder layer ----------------------------------------------------------------------------------------------------
 
 // Where the keys of a head lie in a block; its values lie all heads further.
@@ -149,6 +151,10 @@ void store_kv(const DecoderLayer& layer, const Step& step, const T* key_value, c
         T key[1024];
         for (long row = 0; row < step.num_rows; ++row) {
             const T* source = key_value + row * width + head * D;
+            if (row + ROWS_AHEAD < step.num_rows) {
+                prefetch_row(source + ROWS_AHEAD * width, D);
+                prefetch_row(source + ROWS_AHEAD * width + layer.num_kv_heads * D, D);
+            }
             if (layer.key_norm) rms_norm(source, static_cast<const T*>(layer.key_norm), D, layer.norm_eps, key);
             rotate(layer.key_norm ? key : source, step.cos + row * D, step.sin + row * D, D, key);
             const long block = step.slots[row] / step.block_size, offset = step.slots[row] % step.block_size;
@@ -288,6 +294,8 @@ void attend_window(const VisionBlock& block, const float* cos, const float* sin,
     if (n % TILE) std::memset((void*)keys[num_tiles - 1], 0, tile_size * sizeof(T));
     for (long i = 0; i < n; ++i) {
         const T* row = qkv + (first + i) * 3 * width + head * D;
+        if (i + ROWS_AHEAD < n)
+            for (long part = 0; part < 3; ++part) prefetch_row(row + (ROWS_AHEAD * 3 + part) * width, D);
         const float *row_cos = cos + (first + i) * D, *row_sin = sin + (first + i) * D;
         rotate(row, row_cos, row_sin, D, queries + i * D);
         rotate(row + width, row_cos, row_sin, D, key);

@@ -103,6 +103,12 @@ struct Prefetch {
     static constexpr _mm_hint hint = HINT;
 };
 
+// The `count` elements at p are read soon. For rows that lie too far from each other for the hardware to see a pattern.
+template <class T>
+inline void prefetch_row(const T* p, long count) {
+    for (long i = 0; i < count; i += 64 / (long)sizeof(T)) _mm_prefetch((const char*)(p + i), _MM_HINT_T0);
+}
+
 // sums += rows of `a` times columns of `b`, over `steps` k steps. Row i of `a` begins at a + i * lda; vector j of `b`
 // for step k is the 64 bytes at b[j] + k * ldb. Each sum is made in the order of k whatever MR and NR are, so that a
 // row's result does not depend on the rows beside it. At each step `Ahead::lines` lines at ahead + k * ldb are prefetched.
