@@ -53,10 +53,12 @@ void pack_weight(const T* weight, long num_outputs, long num_inputs, Order order
     }
 }
 
-template <class T, int MR, class Ahead, class Finish>
+template <class T, int MR, class Ahead, class Expect, class Finish>
 inline void tile(const T* x, long ldx, long first_row, const T* panel, long k, long steps, long p, float* partial,
-                 bool is_first, bool is_last, const T* ahead, const Finish& finish) {
+                 bool is_first, bool is_last, const T* ahead, const Expect& expect, const Finish& finish) {
     __m512 sums[MR][VECTORS];
+    if (is_last)
+        for (int i = 0; i < MR; ++i) expect(first_row + i, p);
     for (int i = 0; i < MR; ++i)
         for (int j = 0; j < VECTORS; ++j)
             sums[i][j] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(partial + (first_row + i) * PANEL + j * LANES);
@@ -74,10 +76,11 @@ inline void tile(const T* x, long ldx, long first_row, const T* panel, long k, l
     }
 }
 
-// finish(row, panel, sums[VECTORS]) is called once for each row and panel in [first_panel, end_panel).
-template <class T, class Finish>
+// finish(row, panel, sums[VECTORS]) is called once for each row and panel in [first_panel, end_panel); expect(row, panel)
+// before the last of the products, so that what `finish` reads and writes can be on its way meanwhile.
+template <class T, class Expect, class Finish>
 void multiply_panels(const T* x, long ldx, long num_rows, const Weight<T>& weight, long first_panel, long end_panel,
-                     float* partial, const Finish& finish) {
+                     float* partial, const Expect& expect, const Finish& finish) {
     constexpr long ldb = PANEL * Number<T>::step;
     const long num_steps = weight.num_steps(), num_tiles = (num_rows + ROWS - 1) / ROWS;
     const bool is_few = num_rows <= FEW_ROWS;
@@ -94,7 +97,7 @@ void multiply_panels(const T* x, long ldx, long num_rows, const Weight<T>& weigh
                 const auto run = [&](auto count, auto ahead) {
                     tile<T, decltype(count)::value, decltype(ahead)>(
                         x, ldx, row, panel, k, steps, p, partial, k == 0, k + steps == num_steps,
-                        next + line * (64 / sizeof(T)), finish);
+                        next + line * (64 / sizeof(T)), expect, finish);
                 };
                 with_count<ROWS>(rows, [&](auto count) {
                     if (lines == 0) {

@@ -71,12 +71,12 @@ inline Scratch& thread_scratch() {
 
 // -- linear layers ----------------------------------------------------------------------------------------------------
 
-template <class T, class Finish>
-void linear(const T* x, long num_rows, const Linear& layer, const Finish& finish) {
+template <class T, class Expect, class Finish>
+void linear(const T* x, long num_rows, const Linear& layer, const Expect& expect, const Finish& finish) {
     const Weight<T> weight{static_cast<const T*>(layer.panels), layer.num_outputs, layer.num_inputs};
     for_each_part(weight.num_panels(), [&](long first, long end) {
         float* partial = thread_scratch().take<float>(num_rows * PANEL);
-        multiply_panels(x, layer.num_inputs, num_rows, weight, first, end, partial, finish);
+        multiply_panels(x, layer.num_inputs, num_rows, weight, first, end, partial, expect, finish);
     });
 }
 
@@ -86,32 +86,32 @@ inline __m512 biased(__m512 sum, const Linear& layer, __mmask16 mask, long colum
     return _mm512_add_ps(sum, Number<T>::load(mask, static_cast<const T*>(layer.bias) + column));
 }
 
-// store(row, column, mask, value) for 16 outputs at a time
-template <class T, class Store>
-void linear_by_vectors(const T* x, long num_rows, const Linear& layer, const Store& store) {
-    linear(x, num_rows, layer, [&](long row, long panel, const __m512* sums) {
+// store(place, mask, value) for 16 outputs at a time, which belong at `place` in out [num_rows, num_outputs]
+template <class T, class Out, class Store>
+void linear_into(const T* x, long num_rows, const Linear& layer, Out* out, const Store& store) {
+    const auto place = [&](long row, long panel) { return out + row * layer.num_outputs + panel * PANEL; };
+    const auto expect = [&](long row, long panel) { prefetch_row(place(row, panel), PANEL); };
+    linear(x, num_rows, layer, expect, [&](long row, long panel, const __m512* sums) {
         for (int j = 0; j < VECTORS; ++j) {
             const long column = panel * PANEL + j * LANES;
             const __mmask16 mask = first_lanes(layer.num_outputs - column);
-            if (mask) store(row, column, mask, biased<T>(sums[j], layer, mask, column));
+            if (mask) store(place(row, panel) + j * LANES, mask, biased<T>(sums[j], layer, mask, column));
         }
     });
 }
 
-// out [num_rows, num_outputs]
 template <class T, class Out>
 void linear_to(const T* x, long num_rows, const Linear& layer, Activation activation, Out* out) {
-    linear_by_vectors(x, num_rows, layer, [&](long row, long column, __mmask16 mask, __m512 v) {
+    linear_into(x, num_rows, layer, out, [&](Out* place, __mmask16 mask, __m512 v) {
         if (activation == SILU) v = silu<T>(v);
         if (activation == GELU_TANH) v = gelu_tanh<T>(v);
-        Number<Out>::store(mask, out + row * layer.num_outputs + column, v);
+        Number<Out>::store(mask, place, v);
     });
 }
 
 template <class T>
 void linear_added(const T* x, long num_rows, const Linear& layer, T* sum) {
-    linear_by_vectors(x, num_rows, layer, [&](long row, long column, __mmask16 mask, __m512 v) {
-        T* place = sum + row * layer.num_outputs + column;
+    linear_into(x, num_rows, layer, sum, [&](T* place, __mmask16 mask, __m512 v) {
         Number<T>::store(mask, place, _mm512_add_ps(v, Number<T>::load(mask, place)));
     });
 }
@@ -119,7 +119,10 @@ void linear_added(const T* x, long num_rows, const Linear& layer, T* sum) {
 // out [num_rows, intermediate] = silu(gate) * up
 template <class T>
 void gated(const T* x, long num_rows, const Linear& layer, long intermediate, T* out) {
-    linear(x, num_rows, layer, [&](long row, long panel, const __m512* sums) {
+    const auto expect = [&](long row, long panel) {
+        prefetch_row(out + row * intermediate + panel * (PANEL / 2), PANEL / 2);
+    };
+    linear(x, num_rows, layer, expect, [&](long row, long panel, const __m512* sums) {
         for (int j = 0; j < VECTORS / 2; ++j) {
             const long place = panel * PANEL + j * LANES, column = panel * (PANEL / 2) + j * LANES;
             const __mmask16 mask = first_lanes(intermediate - column);
