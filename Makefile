@@ -49,7 +49,8 @@ CHAOS_SEED ?= 0
 chaos: $(VENV)/.installed-dev  ## faults under load against real processes; ten minutes
 	$(BIN)/python -m tests.chaos --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --json chaos-result.json
 
-check: test test-slow  ## what CI runs
+check: test test-slow test-hosts test-clients  ## what CI runs
+	$(MAKE) chaos CHAOS_SECONDS=60
 
 checkpoints/mid: $(VENV)/.installed
 	$(BIN)/python benchmarks/checkpoints.py mid $@
