@@ -22,6 +22,7 @@ import httpx
 import msgspec
 import pytest
 
+import triptych
 from tests.api.conftest import FakeVocabulary
 from triptych.api.admission import Admission
 from triptych.api.app import create_app
@@ -438,10 +439,11 @@ def test_s15_a_taken_port_on_the_command_line() -> None:
 
 
 async def start_script(tmp_path: Path, text: str) -> asyncio.subprocess.Process:
-    """A parent process and group of its own, with this repository and `tmp_path` on its path."""
+    """A parent process and group of its own, with the package under test, its tests and `tmp_path` on its path."""
     script = tmp_path / "parent.py"
     script.write_text(text)
-    path = os.pathsep.join([str(Path(__file__).parent.parent), str(tmp_path)])
+    package = Path(triptych.__file__).parent.parent  # which another may be installed beside
+    path = os.pathsep.join([str(package), str(Path(__file__).parent.parent), str(tmp_path)])
     pipe = asyncio.subprocess.PIPE
     environment = os.environ | {"PYTHONPATH": path}
     command = [sys.executable, str(script)]
