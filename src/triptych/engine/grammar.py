@@ -16,10 +16,10 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
+from triptych.byte_spelling import byte_level_bytes, sentencepiece_bytes
 from triptych.errors import ConfigError, EngineError, GrammarError
 
 _WORD_BITS = 32
-_SPACE = "\u2581"  # of sentencepiece
 # By the first line of a grammar: how many items the parser may have at one place of the text.
 _MAX_ITEMS = {"// schema": 20_000, "// grammar": 1000}
 
@@ -74,11 +74,11 @@ class GrammarVocabulary:
         is_byte_level = "ByteLevel" in decoders
         if not is_byte_level and "ByteFallback" not in decoders:
             raise ConfigError(f"{self._file}: structured output needs a tokenizer of bytes")
-        spelled = _letters() if is_byte_level else {}
+        spell = byte_level_bytes if is_byte_level else sentencepiece_bytes
         tokens = [b""] * self.vocab_size
         for text, token_id in content.model.vocab.items():
             if token_id < self.vocab_size:
-                tokens[token_id] = text.translate(spelled).encode("latin-1") if is_byte_level else _fallback(text)
+                tokens[token_id] = spell(text)
         for token in content.added_tokens:
             if token.id < self.vocab_size:
                 tokens[token.id] = b"" if token.special else token.content.encode()
@@ -211,19 +211,6 @@ def _limits(grammar: str) -> LLParserLimits:
         precompute_large_lexemes=False,
         verbose_errors=False,
     )
-
-
-def _letters() -> dict[int, int]:
-    """From the letters that byte-level tokenizers write for bytes to the bytes."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {0x100 + place: byte for place, byte in enumerate(hidden)}
-
-
-def _fallback(text: str) -> bytes:
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-        return bytes([int(text[3:5], 16)])
-    return text.replace(_SPACE, " ").encode()
 
 
 def _pack(bits: NDArray[np.bool_], vocab_size: int) -> NDArray[np.int32]:

@@ -5,15 +5,14 @@ Text that was given out never changes: half a character, and what may become a s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import takewhile
 
 from tokenizers import Tokenizer
 
+from triptych.byte_spelling import spelt_byte
+
 _HALF = "\ufffd"  # what a tokenizer makes of bytes that are not a whole character (yet)
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # how sentencepiece spells what its vocabulary lacks
 _MAX_CHAR_TOKENS = 4  # a character has at most four bytes, a token at least one
 
 
@@ -89,10 +88,14 @@ class IncrementalDetokenizer:
 
     def _spells_whole(self, token_ids: list[int]) -> bool:
         """Whether the last are byte tokens that make whole characters, be it the replacement character itself."""
-        names = (self._tokenizer.id_to_token(token_id) or "" for token_id in reversed(token_ids))
-        spelt = [int(found[1], 16) for found in takewhile(bool, map(_BYTE_TOKEN.fullmatch, names)) if found]
+        spelt: list[int] = []
+        for token_id in reversed(token_ids):
+            byte = spelt_byte(self._tokenizer.id_to_token(token_id) or "")
+            if byte is None:
+                break
+            spelt.insert(0, byte)
         try:
-            return bytes(reversed(spelt)).decode() != ""
+            return bytes(spelt).decode() != ""
         except UnicodeDecodeError:
             return False
 
