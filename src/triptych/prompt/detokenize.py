@@ -132,13 +132,7 @@ class StopString:
     def __init__(self, text: str) -> None:
         self.text = text
         self.num_matched = 0
-        self._fallback = [0] * len(text)
-        size = 0
-        for k in range(1, len(text)):
-            while size and text[k] != text[size]:
-                size = self._fallback[size - 1]
-            size += text[k] == text[size]
-            self._fallback[k] = size
+        self._fallback = _fallback_of(text)
 
     def feed(self, character: str) -> bool:
         """Whether this character completes it; after that, feed no more."""
@@ -146,6 +140,19 @@ class StopString:
             self.num_matched = self._fallback[self.num_matched - 1]
         self.num_matched += character == self.text[self.num_matched]
         return self.num_matched == len(self.text)
+
+
+@lru_cache(maxsize=64)
+def _fallback_of(text: str) -> tuple[int, ...]:
+    """For each place the longest beginning of `text` that ends there. Cached, for all choices of a request ask."""
+    fallback = [0] * len(text)
+    size = 0
+    for k in range(1, len(text)):
+        while size and text[k] != text[size]:
+            size = fallback[size - 1]
+        size += text[k] == text[size]
+        fallback[k] = size
+    return tuple(fallback)
 
 
 @lru_cache(maxsize=8)
