@@ -17,7 +17,7 @@ import triptych
 ROOT = Path(triptych.__file__).parent
 PACKAGE = "triptych"
 
-BASE = frozenset({"types", "messages", "config", "errors", "clock", "block_hash", "byte_spelling"})
+BASE = frozenset({"types", "messages", "config", "errors", "clock", "block_hash", "byte_spelling", "merge"})
 
 # What each package or top-level module may import beside the base and itself.
 ARROWS: dict[str, frozenset[str]] = {
@@ -74,6 +74,7 @@ BASE_ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "clock": frozenset(),
     "byte_spelling": frozenset(),
+    "merge": frozenset(),
     "messages": frozenset({"types"}),
     "block_hash": frozenset({"types"}),
     "config": frozenset({"errors", "types"}),

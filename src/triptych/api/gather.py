@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from triptych.errors import EngineError
+from triptych.merge import merge
 from triptych.types import (
     ChoiceFinished,
     Event,
@@ -106,41 +106,14 @@ async def gather(events: AsyncIterator[Numbered], num_prompts: int) -> list[Answ
     return answers
 
 
-async def numbered(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[Numbered, None]:
+def numbered(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[Numbered, None]:
     """The events of all prompts as they come. The first failure ends all; closing it closes all."""
-    if len(streams) == 1:
-        async with _closing(streams[0]) as events:
-            async for event in events:
-                yield 0, event
-        return
-    queue: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_feed(prompt, stream, queue)) for prompt, stream in enumerate(streams)]
-    num_open = len(tasks)
-    try:
-        while num_open:
-            entry = await queue.get()
-            if isinstance(entry, Exception):
-                raise entry
-            if entry is None:
-                num_open -= 1
-            else:
-                yield entry
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    each = [_numbered(prompt, stream) for prompt, stream in enumerate(streams)]
+    return each[0] if len(each) == 1 else merge(each)
 
 
-async def _feed(prompt: int, stream: AsyncIterator[Event], queue: asyncio.Queue[Numbered | Exception | None]) -> None:
-    try:
-        async with _closing(stream) as events:
-            async for event in events:
-                queue.put_nowait((prompt, event))
-        queue.put_nowait(None)
-    except Exception as error:  # noqa: BLE001  raised again by the one who reads the queue
-        queue.put_nowait(error)
-
-
-def _closing(stream: AsyncIterator[Event]) -> aclosing[AsyncGenerator[Event, None]]:
+async def _numbered(prompt: int, stream: AsyncIterator[Event]) -> AsyncGenerator[Numbered, None]:
     assert isinstance(stream, AsyncGenerator)  # what `handle` is, in the router and in every fake
-    return aclosing(stream)
+    async with aclosing(stream) as events:
+        async for event in events:
+            yield prompt, event

@@ -16,6 +16,7 @@ import msgspec
 
 from triptych import messages
 from triptych.errors import NoCapacityError, WorkerLostError
+from triptych.merge import merge
 from triptych.router.attempt import Attempt
 from triptych.router.marks import RequestMarks
 from triptych.router.output import RequestOutput
@@ -139,37 +140,14 @@ def sibling(request: Request, index: int) -> Request:
     return msgspec.structs.replace(request, request_id=f"{request.request_id}#{index}", sampling=sampling, n=1)
 
 
-async def run_side_by_side(choices: Sequence[Choice], plan: Plan) -> AsyncGenerator[Event, None]:
+def run_side_by_side(choices: Sequence[Choice], plan: Plan) -> AsyncGenerator[Event, None]:
     """The events of all choices as they come. The first failure ends all of them."""
-    if len(choices) == 1:
-        async with aclosing(choices[0].run(plan)) as events:
-            async for event in events:
-                yield event
-        return
-    queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
     first, *others = choices
-    tasks = [asyncio.create_task(_feed(first.run(plan), queue))]
-    num_open = len(choices)
-    try:
-        while num_open:
-            entry = await queue.get()
-            if isinstance(entry, Exception):
-                raise entry
-            if isinstance(entry, Started):
-                assert first.plan is not None
-                tasks += [asyncio.create_task(_feed(choice.run(first.plan), queue)) for choice in others]
-            num_open -= isinstance(entry, ChoiceFinished)
-            yield entry
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
+    def begun_by(event: Event) -> list[AsyncGenerator[Event, None]]:
+        if not isinstance(event, Started):
+            return []
+        assert first.plan is not None
+        return [choice.run(first.plan) for choice in others]
 
-async def _feed(events: AsyncGenerator[Event, None], queue: asyncio.Queue[Event | Exception]) -> None:
-    try:
-        async with aclosing(events):
-            async for event in events:
-                queue.put_nowait(event)
-    except Exception as error:  # noqa: BLE001  raised again by the one who reads the queue
-        queue.put_nowait(error)
+    return merge([first.run(plan)], begun_by) if others else first.run(plan)
