@@ -64,9 +64,10 @@ def test_a_model_without_a_form_of_calls_takes_no_tools(builder: PromptBuilder) 
     assert caught.value.param == "tools"
     assert call_format(request(tools=TOOLS), builder) is ToolFormat.JSON
     assert call_format(request(tools=TOOLS, tool_choice=ToolChoice.NONE), builder) is None
+    wrong = {"type": "function", "function": {"name": "h", "parameters": {"type": "string"}}}
     with pytest.raises(BadRequestError) as caught:
-        call_format(request(tools=[*TOOLS, TOOLS[0]]), builder)
-    assert caught.value.param == "tools.2.function.name"
+        call_format(request(tools=[*TOOLS, wrong]), builder)
+    assert caught.value.param == "tools.2.function.parameters"
 
 
 def test_bad_words_are_forbidden_at_the_beginning_and_behind_a_space(builder: PromptBuilder) -> None:

@@ -1,4 +1,4 @@
-"""Tools that a client offers, checked, and calls that must come, in the format that the checkpoint was trained on.
+"""Schemas of the tools that a client offers, and calls that must come, in the format that the checkpoint knows.
 
 Used by the router. `tool_calls.py` finds calls in the text.
 """
@@ -19,8 +19,6 @@ Tool = dict[str, Any]  # as in OpenAI's API: {"type": "function", "function": {"
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_MAX_TOOLS = 128
 _WHITESPACE = " "  # of arguments, at most one at each place: models write {"a": 1, "b": 2}
 _MAX_CHARACTERS = 128 << 10  # of the grammar of all tools
 
@@ -48,42 +46,20 @@ class ToolFormat(StrEnum):
 # -- what the client sends ---------------------------------------------------------------------------------------------
 
 
-def check_tools(tools: list[Tool]) -> None:
-    """Raises BadRequestError that names the field."""
-    if len(tools) > _MAX_TOOLS:
-        raise BadRequestError(f"{len(tools)} tools, the limit is {_MAX_TOOLS}", param="tools")
-    names = set()
+def check_parameters(tools: list[Tool]) -> None:
+    """What grammars and templates read of the tools' schemas; their form and names are `api/tools.py`'s to check.
+
+    Raises BadRequestError that names the field.
+    """
     for k, tool in enumerate(tools):
-        _check_tool(tool, f"tools.{k}")
-        name = tool["function"]["name"]
-        if name in names:
-            raise BadRequestError(f"two tools are named {name!r}", param=f"tools.{k}.function.name")
-        names.add(name)
-
-
-def _check_tool(tool: Any, param: str) -> None:
-    if not isinstance(tool, dict):
-        raise BadRequestError("a tool must be an object", param=param)
-    if tool.get("type") != "function":
-        raise BadRequestError("only tools of type 'function' are served", param=f"{param}.type")
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        raise BadRequestError("a tool needs its function", param=f"{param}.function")
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise BadRequestError("a name is 1 to 128 letters, digits or any of _ . : -", param=f"{param}.function.name")
-    if not isinstance(function.get("description") or "", str):
-        raise BadRequestError("a description is text", param=f"{param}.function.description")
-    parameters = function.get("parameters")
-    if parameters is None:
-        return
-    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise BadRequestError("must be the JSON schema of an object", param=f"{param}.function.parameters")
-    if not isinstance(parameters.get("properties", {}), dict):
-        raise BadRequestError("must be an object", param=f"{param}.function.parameters.properties")
-    required = parameters.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
-        raise BadRequestError("must be a list of names", param=f"{param}.function.parameters.required")
+        parameters, param = tool["function"].get("parameters") or {}, f"tools.{k}.function.parameters"
+        if parameters.get("type", "object") != "object":
+            raise BadRequestError(f"`{param}` must be the JSON schema of an object.", param=param)
+        if not isinstance(parameters.get("properties", {}), dict):
+            raise BadRequestError(f"`{param}.properties` must be an object.", param=f"{param}.properties")
+        required = parameters.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+            raise BadRequestError(f"`{param}.required` must be a list of names.", param=f"{param}.required")
 
 
 def tool_name(tool: Tool) -> str:

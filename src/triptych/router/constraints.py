@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from triptych.errors import BadRequestError
 from triptych.prompt.grammar import compile_structure
 from triptych.prompt.layout import PromptBuilder
-from triptych.prompt.tools import ToolFormat, check_tools, tool_grammar
+from triptych.prompt.tools import ToolFormat, check_parameters, tool_grammar
 from triptych.types import Request, ToolChoice
 
 
@@ -35,7 +35,7 @@ def call_format(request: Request, builder: PromptBuilder) -> ToolFormat | None:
     """How the output may have calls; None where none are looked for. Raises BadRequestError that names `tools`."""
     if not request.tools or request.tool_choice is ToolChoice.NONE or request.structure is not None:
         return None
-    check_tools(request.tools)
+    check_parameters(request.tools)
     found = ToolFormat.detect(request.chat_template or builder.template.source)
     if found is None:
         raise BadRequestError("this model's chat template has no form of calls that is known here", param="tools")
