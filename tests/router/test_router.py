@@ -528,6 +528,18 @@ async def test_a_structure_that_no_worker_can_follow_is_the_clients_fault(world:
         assert cluster.network.num_sent["Prefill"] == 1
 
 
+async def test_a_structure_is_refused_before_any_media_are_fetched(world: World) -> None:
+    async with world.cluster("EPD") as cluster:
+        request = world.request("r", ["no such picture"])
+        error, _ = await refusal(cluster, request)
+        assert isinstance(error, MediaError)
+        error, _ = await refusal(
+            cluster, msgspec.structs.replace(request, structure=Structure("regex", "(", "guided_regex"))
+        )
+        assert (error.status, error.param) == (400, "guided_regex")
+        assert cluster.network.num_sent["Prefill"] == 0
+
+
 async def test_an_earlier_life_is_not_listened_to(world: World) -> None:
     async with world.cluster("EPD") as cluster:
         vanished = hold_back(cluster, messages.StepOutput)

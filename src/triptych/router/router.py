@@ -111,12 +111,12 @@ class Router:
             if request.images:
                 self.registry.require(Stage.ENCODE)
             with marks.fetch():
+                request = await constrain(request, self._builder)  # first: it needs no media
                 media = await self._media.read(request, staged)
             with marks.plan():
                 prompt = lay_out(self._builder, request, media, self.max_model_len)
                 media = read_by(prompt, media)
                 request = bound_output(request, prompt, self.max_model_len)
-                request = await constrain(request, self._builder)
                 choices = [self._choice(index, request, prompt, media, marks) for index in range(request.n)]
                 plan = await choices[0].next_plan()
             async with aclosing(run_side_by_side(choices, plan)) as events:
