@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import socket
 import ssl
 import threading
 import time
@@ -177,9 +178,18 @@ async def test_file_is_refused_by_default(tmp_path: Path) -> None:
         await fetch(f"file://{tmp_path}/x")
 
 
-@pytest.mark.parametrize("url", ["ftp://host/x", "picture.png", "", "javascript:alert(1)"])
-async def test_other_schemes(url: str) -> None:
-    with pytest.raises(MediaError, match="only data:, http:, https: and file:"):
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("ftp://host/x", "media URL 'ftp://host/x' must begin with data:, http:, https: or file:"),
+        ("picture.png", "media URL 'picture.png' must begin with data:, http:, https: or file:"),
+        ("javascript:alert(1)", r"media URL 'javascript:alert\(1\)' must begin with data:"),
+        ("iVBORw0KGgo" * 100, r"media URL 'iVBORw0K.{52}\.\.\.' must begin with data:"),
+        ("", "the URL of the image is empty"),
+    ],
+)
+async def test_other_schemes(url: str, message: str) -> None:
+    with pytest.raises(MediaError, match=f"^{message}"):
         await fetch(url)
 
 
@@ -207,7 +217,7 @@ async def test_too_long_a_body(server: MediaServer, behaviour: str) -> None:
         await fetch(f"http://127.0.0.1:{server.port}/{behaviour}", allow_private_urls=True, max_image_bytes=200_000)
 
 
-@pytest.mark.parametrize(("behaviour", "reason"), [("gzip", "Content-Encoding"), ("cut", "RemoteProtocolError")])
+@pytest.mark.parametrize(("behaviour", "reason"), [("gzip", "Content-Encoding"), ("cut", "broke the connection off")])
 async def test_bad_body(server: MediaServer, behaviour: str, reason: str) -> None:
     with pytest.raises(MediaError, match=reason):
         await fetch(f"http://127.0.0.1:{server.port}/{behaviour}", allow_private_urls=True)
@@ -235,7 +245,7 @@ async def test_redirects_are_followed_up_to_the_limit(server: MediaServer) -> No
 
 @pytest.mark.parametrize("target", ["file:///etc/passwd", "data:,x", "ftp://h/x", "http:///x"])
 async def test_redirect_to_another_scheme(server: MediaServer, target: str) -> None:
-    with pytest.raises(MediaError, match=r"leads to|RemoteProtocolError|UnsupportedProtocol|InvalidURL"):
+    with pytest.raises(MediaError, match=r"leads to|names no host|broke the connection off|not a valid URL"):
         await fetch(f"http://127.0.0.1:{server.port}/redirect?{target}", allow_private_urls=True)
 
 
@@ -373,7 +383,7 @@ async def test_one_private_address_among_several_refuses_the_host() -> None:
 )
 async def test_private_urls_are_refused_by_default(server: MediaServer, host: str) -> None:
     before = len(server.seen)
-    with pytest.raises(MediaError, match=r"refused|cannot be resolved|InvalidURL|ValueError"):
+    with pytest.raises(MediaError, match=r"refused|cannot be resolved|not a valid URL"):
         await fetch(f"http://{host}:{server.port}/picture")
     assert len(server.seen) == before
 
@@ -394,6 +404,27 @@ async def test_names_that_resolve_late_hold_nobody_up(server: MediaServer, monke
 async def test_unknown_host() -> None:
     with pytest.raises(MediaError, match="cannot be resolved"):
         await fetch("http://no-such-host.invalid/x")
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_nobody_listens(scheme: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    url = f"{scheme}://127.0.0.1:{port}/x"
+    message = f"media URL '{url}' cannot be read: no connection to its host could be made"
+    with pytest.raises(MediaError, match=f"^{message}$"):
+        await fetch(url, allow_private_urls=True)
+
+
+async def test_a_host_that_speaks_no_tls(server: MediaServer) -> None:
+    with pytest.raises(MediaError, match="no TLS connection to its host"):
+        await fetch(f"https://127.0.0.1:{server.port}/picture", allow_private_urls=True)
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://a b/", "http://h:port/", "http://\u2100..x/", "https://:80/"])
+async def test_what_is_no_url(url: str) -> None:
+    with pytest.raises(MediaError, match=r"is not a valid URL|names no host|cannot be resolved"):
+        await fetch(url)
 
 
 async def test_a_redirect_to_a_private_address_is_refused(server: MediaServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,10 +453,10 @@ async def test_tls_is_checked_against_the_name_and_not_the_address() -> None:
     with serving(tls=True) as server:
         async with fetcher(resolve=resolving("127.0.0.1"), tls=trusting, allow_private_urls=True) as made:
             assert await made.get(f"https://media.test:{server.port}/picture") == PICTURE
-            with pytest.raises(MediaError, match="ConnectError"):
+            with pytest.raises(MediaError, match="certificate is not valid"):
                 await made.get(f"https://other.test:{server.port}/picture")
         async with fetcher(resolve=resolving("127.0.0.1"), allow_private_urls=True) as made:
-            with pytest.raises(MediaError, match="ConnectError"):  # an unknown authority
+            with pytest.raises(MediaError, match="certificate is not valid"):  # an unknown authority
                 await made.get(f"https://media.test:{server.port}/picture")
         assert server.server_names == ["media.test", "other.test", "media.test"]
 
@@ -437,5 +468,7 @@ def test_shortened_urls_hold_no_media_and_no_secrets() -> None:
     assert shorten_url("data:image/png;base64," + "A" * 1000) == "data:image/png;base64,... (1000 characters)"
     assert shorten_url("data:" + "A" * 1000) == "data:..."
     assert shorten_url("https://me:word@host/path/x.png?token=1#f") == "https://host/path/x.png"
+    assert shorten_url("picture.png?token=1#f") == "picture.png"
+    assert shorten_url("mailto:me@host") == "mailto:host"
     assert len(shorten_url("https://host/" + "x" * 1000)) < 70
     assert len(shorten_url("x" * 1000)) < 70

@@ -96,6 +96,8 @@ def test_limit_of_bytes() -> None:
         (b"\0\0\0\x18ftypisom\0\0\0\0isommp42", "video/mp4"),
         (b"\0\0\1\0\1\0\x10\x10", "image/x-icon"),
         (b"hello", "no image of a known type"),
+        (b"iVBORw0KGgoAAAANSUhEUg==", "base64 as text"),
+        (b"/9j/4AAQSkZJRgABAQAAAQABAAD", "base64 as text"),
         (b"\x89PNG\r\n\x1a\n", "damaged"),
         (b"\xff\xd8\xff", "damaged"),
         (FORMS[0][:30], "damaged|cannot be read"),

@@ -45,4 +45,4 @@ def _decode_base64(url: str, raw: bytes) -> bytes:
     try:
         return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
     except binascii.Error as error:
-        raise refuse(url, f"invalid base64: {error}") from error
+        raise refuse(url, "has invalid base64 behind its comma") from error

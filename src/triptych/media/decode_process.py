@@ -13,6 +13,7 @@ import signal
 import struct
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import IO, NamedTuple
@@ -22,6 +23,7 @@ import numpy as np
 
 from triptych.errors import EngineError, MediaError
 from triptych.media.decode import DecodeJob, Pixels, decode_pixels
+from triptych.media.header import reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +197,8 @@ def _reply(job: DecodeJob, limits: DecodeLimits) -> tuple[bool, bytes]:
     except MediaError as error:
         return False, error.message.encode()
     except Exception as error:  # noqa: BLE001  a decoder's own bug: the image's fault until it is known better
-        return False, f"the image cannot be decoded: {type(error).__name__}: {error}".encode()
+        traceback.print_exc()
+        return False, f"the image cannot be decoded: {reason_of(error)}".encode()
 
 
 def _limit_memory(max_bytes: int) -> None:

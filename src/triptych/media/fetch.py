@@ -10,6 +10,7 @@ import asyncio
 import ssl
 
 from triptych.config import MediaConfig
+from triptych.errors import MediaError
 from triptych.media.address import Resolve, SystemResolver
 from triptych.media.data_url import read_data_url
 from triptych.media.http_fetch import HttpFetcher
@@ -45,6 +46,8 @@ class MediaFetcher:
     async def fetch(self, url: str, staged: Staged) -> bytes:
         """The bytes behind a URL, added to `staged`. Raises MediaError, MediaTimeoutError after `fetch_timeout_s`,
         and what `staged` raises."""
+        if not url:
+            raise MediaError("the URL of the image is empty")
         scheme = url.partition(":")[0].lower()
         if scheme == "data":
             staged.add(2 * len(url))  # the URL and what it says, at once: who is let in can finish
@@ -57,7 +60,7 @@ class MediaFetcher:
         elif scheme == "file":
             content = await asyncio.to_thread(read_file_url, url, self._config)
         else:
-            raise refuse(url, "only data:, http:, https: and file: are supported")
+            raise refuse(url, "must begin with data:, http:, https: or file:")
         staged.add(len(url) + len(content))
         return content
 

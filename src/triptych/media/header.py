@@ -50,6 +50,7 @@ _OTHER_TYPES = (
     (re.compile(rb"\s*(?:<\?xml|<!--|<!DOCTYPE svg|<svg)(?s:.*?)(?:<|\b)svg\b", re.I), "image/svg+xml"),
     (re.compile(rb"\s*<(?:!DOCTYPE html|html|head|body)", re.I), "text/html"),
     (re.compile(rb"%PDF-"), "application/pdf"),
+    (re.compile(rb"iVBORw0KGgo|/9j/|R0lGOD|UklGR"), "base64 as text (a data URL says ;base64 before its comma)"),
     (re.compile(rb"(?s:.{4})ftyp(?:heic|heix|heim|heis|hevc|mif1|msf1)"), "image/heic"),
     (re.compile(rb"(?s:.{4})ftyp(?!avi[fs])"), "video/mp4"),
     (re.compile(rb"\x1aE\xdf\xa3"), "video/webm"),
@@ -76,10 +77,12 @@ def open_image(content: bytes, max_pixels: int) -> Image.Image:
 
 
 def reason_of(error: Exception) -> str:
-    """What an error of Pillow says, or is."""
+    """What an error of Pillow means: what it says is for programmers."""
     if isinstance(error, MemoryError):
         return "it needs more memory than there is for one image"
-    return str(error) or type(error).__name__
+    if isinstance(error, EOFError) or "truncated" in str(error):
+        return "it is truncated"
+    return "its data is damaged, or of a kind that is not supported"
 
 
 def orientation_of(image: Image.Image, content: bytes) -> int:

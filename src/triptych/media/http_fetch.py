@@ -49,15 +49,17 @@ class HttpFetcher:
             async with asyncio.timeout(limit_s):
                 return await self._follow(url, staged)
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise MediaTimeoutError(f"media URL {shorten_url(url)!r}: no answer within {limit_s:g} s") from error
+            raise MediaTimeoutError(f"media URL {shorten_url(url)!r} gave no answer within {limit_s:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, ssl.SSLError) as error:
-            raise refuse(url, type(error).__name__) from error
+            raise refuse(url, _reason(error)) from error
 
     async def _follow(self, url: str, staged: Staged) -> bytes:
         target = httpx.URL(url)
         for _ in range(self._config.max_redirects + 1):
-            if target.scheme not in ("http", "https") or not target.host:
-                raise refuse(url, f"leads to {shorten_url(str(target))!r}")
+            if target.scheme not in ("http", "https"):
+                raise refuse(url, f"leads to {shorten_url(str(target))!r}, which is not an http: or https: URL")
+            if not target.host:
+                raise refuse(url, "names no host, or leads to a URL that names none")
             response = await self._open(url, target)
             try:
                 if response.has_redirect_location:
@@ -66,13 +68,13 @@ class HttpFetcher:
                 return await self._read_body(url, response, staged)
             finally:
                 await response.aclose()
-        raise refuse(url, f"more than max_redirects = {self._config.max_redirects}")
+        raise refuse(url, f"is redirected more often than max_redirects = {self._config.max_redirects} allows")
 
     async def _open(self, url: str, target: httpx.URL) -> httpx.Response:
         """Send to the very address that was checked: a second look-up of the name could give another one."""
         host = target.raw_host.decode("ascii")
         if self._domains and not self._is_allowed(host):
-            raise refuse(url, f"the host {host[:80]!r} is not one of the server's allowed_domains")
+            raise refuse(url, f"is refused: the host {host[:80]!r} is not one of the server's allowed_domains")
         port = target.port or (443 if target.scheme == "https" else 80)
         address = await checked_address(target.host, port, self._config.allow_private_urls, self._resolve)
         request = self._client.build_request(
@@ -103,3 +105,19 @@ class HttpFetcher:
             staged.add(len(chunk))
             content += chunk
         return bytes(content)
+
+
+def _reason(error: Exception) -> str:
+    """What happened, in words: the libraries' own texts are for programmers, or empty."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and isinstance(cause, Exception):
+        causes.append(cause)
+    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes):
+        return "is refused: the host's certificate is not valid, or not for this host"
+    if any(isinstance(cause, ssl.SSLError) for cause in causes):
+        return "cannot be read: no TLS connection to its host could be made"
+    if isinstance(error, httpx.ConnectError):
+        return "cannot be read: no connection to its host could be made"
+    if isinstance(error, httpx.InvalidURL | ValueError):
+        return "is not a valid URL, or leads to one that is not"
+    return "cannot be read: its host broke the connection off, or does not speak HTTP"

@@ -12,7 +12,7 @@ from triptych.config import MediaConfig
 from triptych.errors import MediaError
 from triptych.media.url import refuse, too_large
 
-_NOT_UNDER = "not under the server's allowed_local_media_path"
+_NOT_UNDER = "is not under the server's allowed_local_media_path"
 
 
 def read_file_url(url: str, config: MediaConfig) -> bytes:
@@ -23,18 +23,18 @@ def read_file_url(url: str, config: MediaConfig) -> bytes:
     try:
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost") or "\0" in (path := unquote(parts.path)):
-            raise refuse(url, "a file: URL names a path on the server")
+            raise refuse(url, "does not name a path on the server")
         roots = [Path(part).resolve() for part in allowed]
         resolved = Path(path).resolve()
         if not _is_under(resolved, roots):
             raise refuse(url, _NOT_UNDER)
         return _read_regular(url, resolved, roots, config.max_image_bytes)
     except OSError as error:
-        raise refuse(url, str(error.strerror)) from error
+        raise refuse(url, f"cannot be read: {error.strerror}") from error
     except RuntimeError as error:  # the library's word for it
-        raise refuse(url, "a loop of symbolic links") from error
+        raise refuse(url, "leads into a loop of symbolic links") from error
     except ValueError as error:  # no URL, or no name that a file can have
-        raise refuse(url, "not a file: URL") from error
+        raise refuse(url, "is not a valid file: URL") from error
 
 
 def _is_under(path: Path, roots: Sequence[Path]) -> bool:
@@ -49,7 +49,7 @@ def _read_regular(url: str, path: Path, roots: Sequence[Path], max_bytes: int) -
         if opened.exists() and not _is_under(opened.resolve(), roots):
             raise refuse(url, _NOT_UNDER)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise refuse(url, "not a regular file")
+            raise refuse(url, "is not a regular file")
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise too_large(url, max_bytes)

@@ -15,7 +15,7 @@ from typing import Any
 from PIL import ExifTags, Image
 
 from triptych.errors import MediaError
-from triptych.media.header import PILLOW_ERRORS
+from triptych.media.header import PILLOW_ERRORS, reason_of
 
 ImageLike = Image.Image | str | os.PathLike[str] | bytes
 
@@ -46,7 +46,7 @@ def image_url(image: ImageLike) -> str:
             content = Path(image).expanduser().read_bytes()
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise MediaError(f"image {os.fspath(image)[:200]!r}: {reason}") from error
+            raise MediaError(f"image {os.fspath(image)[:200]!r} cannot be read: {reason}") from error
     return f"data:application/octet-stream;base64,{base64.b64encode(content).decode('ascii')}"
 
 
@@ -63,5 +63,5 @@ def _encoded(image: Image.Image) -> bytes:
         form = _FORMS[mode]
         converted.save(buffer, form, exif=exif, icc_profile=profile, **_FAST[form])
     except PILLOW_ERRORS as error:  # of a file that Pillow opened and reads only now
-        raise MediaError(f"the PIL image cannot be read: {error}") from error
+        raise MediaError(f"the PIL image cannot be read: {reason_of(error)}") from error
     return buffer.getvalue()

@@ -5,6 +5,7 @@ The encode stage submits and polls; the threads wait for processes that decode (
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
@@ -14,7 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import MediaError, TriptychError
+from triptych.media.header import reason_of
 from triptych.messages import ItemToEncode
+
+logger = logging.getLogger(__name__)
 
 ToPatches = Callable[[ItemToEncode], "NDArray[np.float32]"]
 
@@ -36,8 +40,9 @@ def preprocess(item: ItemToEncode, to_patches: ToPatches) -> Preprocessed:
         return Preprocessed(item.mm_hash, None, error.message, bad_media=True)
     except TriptychError as error:
         return Preprocessed(item.mm_hash, None, error.message)
-    except Exception as error:  # noqa: BLE001  a decoder's own bug, on a thread where nobody would see it
-        return Preprocessed(item.mm_hash, None, f"the image cannot be decoded: {error}", bad_media=True)
+    except Exception as error:  # a decoder's own bug, on a thread where nobody would see it
+        logger.exception("an image cannot be decoded")
+        return Preprocessed(item.mm_hash, None, f"the image cannot be decoded: {reason_of(error)}", bad_media=True)
 
 
 class Preprocessor(Protocol):
