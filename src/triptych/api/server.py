@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import http
 import logging
 import socket
 from collections.abc import Iterator
@@ -14,12 +15,15 @@ from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from triptych.errors import ConfigError
+from triptych.api.errors import error_response
+from triptych.errors import ConfigError, MalformedRequestError, RequestTimeoutError, TriptychError
 
 log = logging.getLogger(__name__)
 
 LAST_CONNECTIONS_S = 2  # for what is still open when all requests have been drained
+HEADERS_S = 30  # from the connection, or from the answer before, until a request's headers are complete
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -51,6 +55,53 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+class _Connection(HttpToolsProtocol):
+    """uvicorn's, which would wait for headers as long as the client likes; and its own errors in the API's form."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # otherwise the next request is here already
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(MalformedRequestError("The request is not valid HTTP."))
+
+    def _wait(self) -> None:
+        self._stop_waiting()
+        self._waiting = self.loop.call_later(HEADERS_S, self._headers_are_late)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _headers_are_late(self) -> None:
+        self._refuse(RequestTimeoutError(f"The request's headers did not arrive within {HEADERS_S} s."))
+
+    def _refuse(self, error: TriptychError) -> None:
+        if self.transport.is_closing():
+            return
+        response = error_response(error)
+        lines = [f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
+        lines += [name + b": " + value for name, value in response.raw_headers]
+        self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
+        self.transport.close()
+
+
 class ApiServer:
     """Serves `app` on a bound socket until stopped; owns the socket."""
 
@@ -59,6 +110,7 @@ class ApiServer:
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,
+                http=_Connection,
                 log_config=None,
                 access_log=False,
                 server_header=False,
