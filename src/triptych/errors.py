@@ -71,6 +71,13 @@ class NotFoundError(TriptychError):
     type = "NotFoundError"
 
 
+class MethodNotAllowedError(TriptychError):
+    """The path is there, and not for this method."""
+
+    status = 405
+    type = "MethodNotAllowedError"
+
+
 class RequestTimeoutError(TriptychError):
     """The HTTP body did not arrive in time."""
 

@@ -92,7 +92,7 @@ async def test_stream_usage_and_timing_come_last(api: Any, usage: bool) -> None:
 @pytest.mark.parametrize(
     ("error", "kind", "text"),
     [
-        (EngineError("step failed"), "InternalServerError", "step failed"),
+        (EngineError("step failed"), "InternalServerError", "Step failed."),
         (RuntimeError("secret"), "InternalServerError", "Internal"),
     ],
 )

@@ -27,6 +27,7 @@ from triptych.errors import (
 ROUTE = "/v1/chat/completions"
 WHITESPACE = "structured_outputs.whitespace_pattern"
 TOOL = {"type": "function", "function": {"name": "f"}}
+TOOL_CHOICE = "`tool_choice` must be one of auto, none, required, an object."
 
 
 def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
@@ -36,6 +37,10 @@ def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
     assert error["code"] == response.status_code
     assert error["message"]
     return response.status_code, error["type"], error["param"]
+
+
+def message_of(response: httpx.Response) -> str:
+    return str(response.json()["error"]["message"])
 
 
 @pytest.mark.parametrize(
@@ -255,10 +260,142 @@ async def test_unknown_model(api: Any) -> None:
 
 async def test_no_route_and_wrong_method(api: Any) -> None:
     response = await api.http.get("/v1/nothing")
-    assert (response.status_code, response.json()) == (404, {"detail": "Not Found"})
-    response = await api.http.get(ROUTE)
-    assert (response.status_code, response.json()) == (405, {"detail": "Method Not Allowed"})
-    assert response.headers["allow"] == "POST"
+    assert error_of(response) == (404, "NotFoundError", None)
+    assert message_of(response) == "There is no `/v1/nothing` here."
+    for path in (ROUTE, "/tokenize"):
+        response = await api.http.get(path)
+        assert error_of(response) == (405, "MethodNotAllowedError", None)
+        assert message_of(response) == f"`{path}` takes POST, not GET."
+        assert response.headers["allow"] == "POST"
+    assert error_of(await api.http.get("/" + "x" * 5000))[0] == 404
+
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (ROUTE, {}, "`messages` is missing."),
+        (ROUTE, {"messages": USER, "max_tokens": "3"}, "`max_tokens` must be `int | null`, not `str`."),
+        (ROUTE, {"messages": USER, "stop": [1]}, "`stop.0` must be `str`, not `int`."),
+        (ROUTE, {"messages": USER, "logit_bias": {"1": "a"}}, "`logit_bias` must be `float`, not `str`."),
+        (
+            ROUTE,
+            {"messages": [], "tools": [{"type": "function", "function": {}}]},
+            "`tools.0.function.name` is missing.",
+        ),
+        (ROUTE, {"messages": USER, "tools": [{"type": "retrieval"}]}, "`tools.0.type` must be function."),
+        *[
+            (ROUTE, {"messages": USER, "tools": [TOOL], "tool_choice": choice}, TOOL_CHOICE)
+            for choice in ("any", 3, ["auto"])
+        ],
+        (
+            ROUTE,
+            {"messages": USER, "tool_choice": {"type": "allowed_tools"}},
+            "`tool_choice.type` must be function.",
+        ),
+        (
+            ROUTE,
+            {"messages": USER, "response_format": {"type": "xml"}},
+            "`response_format.type` must be one of json_object, json_schema, structural_tag, text.",
+        ),
+        (
+            ROUTE,
+            {"messages": USER, "truncation_side": "middle"},
+            "`truncation_side` must be one of left, right.",
+        ),
+        (
+            ROUTE,
+            {"messages": [{"role": "critic", "content": "hi"}]},
+            "`messages.0.role` must be one of system, developer, user, assistant, tool, function.",
+        ),
+        (
+            ROUTE,
+            {"messages": [{"role": "user", "content": [{"type": "smell"}]}]},
+            "`messages.0.content.0.type` must be one of text, input_text, output_text, refusal, image_url, "
+            "input_image, not 'smell'.",
+        ),
+        (
+            ROUTE,
+            {"messages": USER, "modalities": ["audio"]},
+            '`modalities` is not implemented here; it may only be ["text"].',
+        ),
+        (ROUTE, {"messages": USER, "audio": {}}, "`audio` is not implemented here."),
+        (
+            "/v1/responses",
+            {"input": "hi", "truncation": "auto"},
+            '`truncation` is not implemented here; it may only be "disabled".',
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "text": {"verbosity": "chatty"}},
+            "`text.verbosity` must be one of high, low, medium.",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"type": "strange"}]},
+            "`input.0.type` must be one of message, function_call, function_call_output, not 'strange'.",
+        ),
+        ("/v1/responses", {"input": [{"content": "hi"}]}, "`input.0.role` is missing."),
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": [5]}]},
+            "`input.0.output.0` must be `str | object`, not `int`.",
+        ),
+    ],
+)
+async def test_a_mistake_is_told_in_one_sentence(api: Any, path: str, body: dict[str, object], message: str) -> None:
+    response = await api.post(path, **body)
+    assert error_of(response)[0] == 400
+    assert message_of(response) == message
+
+
+def image(**part: object) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image_url", **part}]}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "place"),
+    [
+        (image(file_id="file-1"), ""),
+        (image(image_url={"file_id": "file-1"}), ".image_url"),
+        (image(image_url="http://host/x", file_id="file-1"), ""),
+    ],
+)
+async def test_a_file_that_was_stored_before_is_refused_by_name(api: Any, messages: object, place: str) -> None:
+    response = await api.chat(messages=messages)
+    assert error_of(response) == (400, "BadRequestError", f"messages.0.content.0{place}.file_id")
+    assert "`image_url`" in message_of(response)
+    item = {"role": "user", "content": [{"type": "input_image", "file_id": "file-1"}]}
+    response = await api.post("/v1/responses", input=[item])
+    assert error_of(response) == (400, "BadRequestError", "input.0.content.0.file_id")
+    assert api.router.requests == []
+
+
+async def test_the_detail_of_an_image_is_one_that_there_is(api: Any) -> None:
+    for detail in ("auto", "low", "high", "original", None):
+        messages = image(image_url={"url": "u", "detail": detail}, file_id=None)
+        assert (await api.chat(messages=messages)).status_code == 200
+    response = await api.chat(messages=image(image_url={"url": "u", "detail": "ultra"}))
+    assert error_of(response) == (400, "BadRequestError", "messages.0.content.0.image_url.detail")
+    assert message_of(response).endswith("must be one of auto, low, high, original.")
+    response = await api.chat(messages=image(image_url="u", detail=3))
+    assert error_of(response) == (400, "BadRequestError", "messages.0.content.0.detail")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MediaError("the image is empty", param="messages.0.content.1"), "`messages.0.content.1`: the image is empty."),
+        (BadRequestError("7 tokens and max_tokens=9", param="max_tokens"), "7 tokens and max_tokens=9."),
+        (DeadlineExceededError("the deadline passed"), "The deadline passed."),
+        (NoCapacityError("prefill-0 is lost; ask again."), "prefill-0 is lost; ask again."),
+    ],
+)
+async def test_what_the_router_says_becomes_a_sentence_with_the_field(api: Any, error: Any, message: str) -> None:
+    api.router.script = [error]
+    assert message_of(await api.chat()) == message
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -236,6 +236,6 @@ async def test_a_stream_that_fails(api: Any) -> None:
     api.router.script = [TextDelta("a", 1), EngineError("step failed")]
     last = events(await api.post(ROUTE, input="hi", stream=True))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
-    assert last["response"]["error"] == {"code": "server_error", "message": "step failed"}
+    assert last["response"]["error"] == {"code": "server_error", "message": "Step failed."}
     api.router.script = [EngineError("step failed")]
     assert error_of(await api.post(ROUTE, input="hi", stream=True))[0] == 500

@@ -221,7 +221,7 @@ async def test_options_that_are_not_known_are_refused_with_and_without_an_image(
 async def test_a_uuid_alone_means_what_was_last_sent_with_it(served: Served) -> None:
     named = {"type": "image_url", "image_url": None, "uuid": "x"}
     message, param = error_of(await served.chat(PLAIN, named))
-    assert message == "no image is kept with the uuid 'x': send it with its content"
+    assert message == "`messages.0.content.1`: no image is kept with the uuid 'x': send it with its content."
     assert param == "messages.0.content.1"
     for image in (RED, WIDE_BLUE):
         assert text_of(await served.chat(image_part(png(image), uuid="x"))) == served.expected(image)

@@ -261,7 +261,7 @@ async def test_m16_the_limit_counts_the_whole_conversation(spec: ModelSpec) -> N
     answer: Json = {"role": "assistant", "content": "so"}
     async with serving(spec, MediaConfig(max_images=2)) as served:
         message, param = error_of(await served.converse([turn, answer, turn, answer, turn]))
-        assert message == "the request has 3 images, the limit is 2"
+        assert message == "`messages`: the request has 3 images, the limit is 2."
         assert param == "messages"
         assert (await served.converse([turn, answer, turn])).status_code == 200
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -32,7 +33,7 @@ class Leaving(msgspec.Struct, frozen=True):
 
 async def _body(request: Request) -> bytes:
     if not is_loopback(request) or any(header in request.headers for header in BROWSER_HEADERS):
-        raise NotFoundError("Not found.")  # what a peer that may not ask sees
+        raise HTTPException(404)  # a peer that may not ask sees no route
     require_json(request)  # a browser asks first before it sends this to another origin
     return await BodyReader(MAX_ADMIN_BYTES, MAX_ADMIN_BYTES, BODY_TIMEOUT_S).read(request)
 

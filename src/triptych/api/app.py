@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from triptych.api import admin, models, openapi, state, tokens
 from triptych.api.admission import Admission
-from triptych.api.body import BodyReader, json_response
+from triptych.api.body import BodyReader
 from triptych.api.chat import parse_chat
 from triptych.api.completions import parse_completion
 from triptych.api.edge import Guard, RequestIds
@@ -28,7 +28,7 @@ from triptych.api.rates import Rates
 from triptych.api.responses import parse_response
 from triptych.api.seam import RouterLike
 from triptych.config import Config
-from triptych.errors import TriptychError
+from triptych.errors import MethodNotAllowedError, NotFoundError, TriptychError
 from triptych.observe.metrics import Metrics
 
 
@@ -61,7 +61,7 @@ def create_app(router: RouterLike, config: Config, metrics: Metrics, admission: 
     ]
     app: ASGIApp = Starlette(
         routes=routes,
-        exception_handlers={TriptychError: _on_error, HTTPException: _on_http_error, Exception: _on_error},
+        exception_handlers={TriptychError: _on_error, 404: _no_route, 405: _wrong_method, Exception: _on_error},
     )
     app = Guard(app, Keys.load(api.api_keys_file), Rates(api.requests_per_minute, time.monotonic), metrics)
     if api.cors_origins:
@@ -76,6 +76,18 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-async def _on_http_error(request: Request, error: Exception) -> Response:
+async def _no_route(request: Request, error: Exception) -> Response:
+    return error_response(NotFoundError(f"There is no `{_path(request)}` here."))
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # Starlette calls it with nothing else
-    return json_response({"detail": error.detail}, error.status_code, error.headers)
+    headers = error.headers or {}
+    allowed = headers.get("Allow", "another method")
+    response = error_response(MethodNotAllowedError(f"`{_path(request)}` takes {allowed}, not {request.method}."))
+    response.headers.update(headers)
+    return response
+
+
+def _path(request: Request) -> str:
+    return str(request.scope["path"])[:200]

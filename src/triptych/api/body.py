@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from triptych.api.enumerated import enumerated
 from triptych.errors import MalformedRequestError, OverloadedError, RequestTimeoutError, RequestTooLargeError
 
 T = TypeVar("T")
@@ -106,15 +107,30 @@ def convert(fields: Mapping[str, Any], into: type[T]) -> T:
     try:
         return msgspec.convert(fields, into)
     except msgspec.ValidationError as error:
-        raise MalformedRequestError(f"{error}.", param=_param(str(error))) from error
+        raise _malformed(str(error), into) from error
 
 
-def _param(message: str) -> str:
-    """The field of msgspec's message: "Expected `int`, got `str` - at `$.a[0].b`" gives `body.a.0.b`."""
-    path = re.search(r" - at `\$(.*)`$", message)
-    missing = re.search(r"missing required field `([^`]+)`", message)
-    parts = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", path[1]) if path else ""
-    return f"body{parts}" + (f".{missing[1]}" if missing else "")
+def one_of(values: Iterable[object]) -> str:
+    """What an enumerated field must be."""
+    names = [str(value) for value in values]
+    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+
+
+def _malformed(text: str, into: type) -> MalformedRequestError:
+    """In our words what msgspec says in its own, such as "Expected `int`, got `str` - at `$.a[0].b`"."""
+    reason, _, place = text.partition(" - at `$")
+    parts = re.findall(r"[^.\[\]`]+", place)
+    if missing := re.fullmatch(r"Object missing required field `(.+)`", reason):
+        parts.append(missing[1])
+        reason = "is missing"
+    elif values := enumerated(into, parts):
+        reason = f"must be {one_of(values)}"
+    elif types := re.fullmatch(r"Expected (`.+`), got (`.+`)", reason):
+        reason = f"must be {types[1]}, not {types[2]}"
+    else:
+        reason = f"is wrong: {reason[:1].lower()}{reason[1:]}"
+    field = ".".join(parts)
+    return MalformedRequestError(f"`{field}` {reason}.", param=f"body.{field}")
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

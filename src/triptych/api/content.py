@@ -10,12 +10,14 @@ from typing import Any
 
 import msgspec
 
+from triptych.api.body import one_of
 from triptych.errors import BadRequestError, MalformedRequestError, UnsupportedFieldError
 from triptych.types import ImageInput
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 IMAGE_PARTS = ("image_url", "input_image")
+DETAILS = ("auto", "low", "high", "original")
 UNSUPPORTED_PARTS = (
     "video_url", "input_video", "audio_url", "input_audio", "image_embeds", "audio_embeds", "video_embeds",
     "prompt_embeds", "image_pil", "thinking", "tool_reference", "file", "input_file",
@@ -46,7 +48,7 @@ def read_messages(messages: list[ChatMessage]) -> tuple[list[dict[str, object]],
 def read_message(message: ChatMessage, at: str, images: list[ImageInput], field: str = "content") -> dict[str, object]:
     """`at` is where the request has it, and its content in `field`; its images are added to `images`."""
     if message.role not in ROLES:
-        raise BadRequestError(f"`{at}.role` must be one of {', '.join(ROLES)}.", param=f"{at}.role")
+        raise BadRequestError(f"`{at}.role` must be {one_of(ROLES)}.", param=f"{at}.role")
     role = "system" if message.role == "developer" else message.role  # templates drop roles that they do not know
     content: object
     if isinstance(message.content, list):
@@ -96,7 +98,7 @@ def _part(part: Part, at: str, images: list[ImageInput]) -> dict[str, object]:
         return {"type": "image"}
     if kind in UNSUPPORTED_PARTS:
         raise UnsupportedFieldError(f"Content parts of type `{kind}` are not implemented.", param=at)
-    raise BadRequestError(f"Unknown content part type: {kind[:40]!r}.", param=at)
+    raise BadRequestError(f"`{at}.type` must be {one_of(TEXT_PARTS + IMAGE_PARTS)}, not {kind[:40]!r}.", param=at)
 
 
 def _kind(part: dict[str, Any], at: str) -> str:
@@ -110,16 +112,28 @@ def _kind(part: dict[str, Any], at: str) -> str:
 
 
 def _image(part: dict[str, Any], at: str) -> ImageInput:
-    """`image_url` as an object with `url`, a string, or null: what was sent with this `uuid`. `detail` is ignored."""
+    """`image_url` as an object with `url`, a string, or null: what was sent with this `uuid`."""
     uuid = part.get("uuid") or ""
     if not isinstance(uuid, str):
         raise MalformedRequestError(f"`{at}.uuid` must be a string.", param=f"body.{at}.uuid")
+    _check_options(part, at)
     image_url = part.get("image_url")
     if image_url is None and uuid:
         return ImageInput("", uuid, at)
     if isinstance(image_url, dict):
+        _check_options(image_url, f"{at}.image_url")
         return ImageInput(_string(image_url, "url", f"{at}.image_url"), uuid, at)
     return ImageInput(_string(part, "image_url", at), uuid, at)
+
+
+def _check_options(part: dict[str, Any], at: str) -> None:
+    """OpenAI's fields beside the URL: a file that was stored before, and the detail, which changes nothing here."""
+    if part.get("file_id"):
+        why = f"`{at}.file_id` is not implemented: no files are kept here. Send the image in `image_url`."
+        raise UnsupportedFieldError(why, param=f"{at}.file_id")
+    detail = part.get("detail")
+    if detail is not None and detail not in DETAILS:
+        raise BadRequestError(f"`{at}.detail` must be {one_of(DETAILS)}.", param=f"{at}.detail")
 
 
 def _string(part: dict[str, Any], field: str, at: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import msgspec
@@ -27,8 +28,18 @@ class ErrorBody(msgspec.Struct, frozen=True):
 def error_body(error: Exception) -> ErrorBody:
     """The body of every error answer. What is not a TriptychError is our bug; its text stays in the log."""
     if isinstance(error, TriptychError):
-        return ErrorBody(ErrorDetail(error.message, error.type, error.param, error.status))
+        return ErrorBody(ErrorDetail(_sentence(error), error.type, error.param, error.status))
     return ErrorBody(ErrorDetail("Internal error.", "InternalServerError", None, 500))
+
+
+def _sentence(error: TriptychError) -> str:
+    """The message, which names the field at fault: what runs behind the API often knows the reason alone."""
+    text, field = error.message, (error.param or "").removeprefix("body.")
+    if field not in text:
+        text = f"`{field}`: {text}"
+    elif re.match(r"[a-z]+[ ,]", text):  # a word, and not the name of something
+        text = text[0].upper() + text[1:]
+    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 def error_response(error: Exception) -> Response:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.api.body import convert
+from triptych.api.body import convert, one_of
 from triptych.api.content import ChatMessage, read_arguments, read_message
 from triptych.errors import BadRequestError, MalformedRequestError, UnsupportedFieldError
 from triptych.types import ImageInput
 
+ITEMS = ("message", "function_call", "function_call_output")
 REFUSED_ITEMS = (
     "item_reference", "reasoning", "compaction", "file_search_call", "computer_call", "computer_call_output",
     "web_search_call", "image_generation_call", "code_interpreter_call", "local_shell_call",
@@ -46,7 +47,7 @@ def _add(messages: list[Message], item: dict[str, Any], at: str, images: list[Im
     elif kind in REFUSED_ITEMS:
         raise UnsupportedFieldError(f"Input items of type `{kind}` are not implemented.", param=at)
     else:
-        raise BadRequestError(f"Unknown input item type: {str(kind)[:40]!r}.", param=at)
+        raise BadRequestError(f"`{at}.type` must be {one_of(ITEMS)}, not {str(kind)[:40]!r}.", param=at)
 
 
 def _chat_message(item: dict[str, Any], at: str, content: str = "content") -> ChatMessage:
@@ -55,9 +56,10 @@ def _chat_message(item: dict[str, Any], at: str, content: str = "content") -> Ch
     try:
         return convert({name: value for name, value in fields.items() if value is not None}, ChatMessage)
     except MalformedRequestError as error:
-        path = (error.param or "").removeprefix("body").replace(".content", f".{content}", 1)
-        reason = error.message.partition(" - at ")[0].rstrip(".")
-        raise MalformedRequestError(f"{reason} - at `{at}{path}`.", param=f"body.{at}{path}") from error
+        field = (error.param or "").removeprefix("body.")
+        place = f"{at}.{field.replace('content', content, 1)}"
+        message = error.message.replace(f"`{field}`", f"`{place}`", 1)
+        raise MalformedRequestError(message, param=f"body.{place}") from error
 
 
 def _add_call(messages: list[Message], item: dict[str, Any], at: str) -> None:

@@ -83,7 +83,8 @@ def parse_response(body: dict[str, Any], served: Served, caller: Caller) -> Call
     refuse_unsupported(body, REFUSED)
     for wanted in asked.include or []:
         if wanted != LOGPROBS:
-            raise UnsupportedFieldError(f"`include` of {wanted[:80]!r} is not implemented.", param="include")
+            why = f"`include` may have nothing but {LOGPROBS}: {wanted[:80]!r} is not implemented."
+            raise UnsupportedFieldError(why, param="include")
     ids = Ids("resp_", asked.request_id, caller)
     messages, images = read_input(asked.input, asked.instructions)
     max_tokens = None

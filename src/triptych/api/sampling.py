@@ -192,7 +192,7 @@ class Ids:
 
     def __init__(self, prefix: str, request_id: str | None, caller: Caller) -> None:
         if request_id is not None and not REQUEST_ID.fullmatch(request_id):
-            raise BadRequestError("`request_id` must be 1 to 128 letters, digits or any of . _ : -", param="request_id")
+            raise BadRequestError("`request_id` must be 1 to 128 letters, digits or `. _ : -`.", param="request_id")
         self.header = request_id or caller.request_id or secrets.token_hex(8)
         self.response = f"{prefix}{self.header}"
         self.request = f"{self.response}-{secrets.token_hex(4)}"

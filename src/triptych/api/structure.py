@@ -14,6 +14,7 @@ from triptych.api.fields import GenerationFields, JsonSchema, ResponseFormat, St
 from triptych.errors import BadRequestError, MalformedRequestError, UnsupportedFieldError
 from triptych.types import Structure
 
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 REFUSED = ("disable_additional_properties",)
 _MAX_WHITESPACE_CHARACTERS = 100
 # White space of JSON in an expression, with classes, groups and repetitions of it.
@@ -74,7 +75,7 @@ def _of_structured_outputs(asked: StructuredOutputs | None) -> list[Structure]:
     if asked.structural_tag is not None:
         found.append(Structure("structural_tag", asked.structural_tag, f"{at}.structural_tag"))
     if not found:
-        raise BadRequestError(f"`{at}` must set one of json, regex, choice, grammar, json_object.", param=at)
+        raise BadRequestError(f"`{at}` must set one of {', '.join(KINDS)}.", param=at)
     return [msgspec.structs.replace(structure, whitespace=whitespace) for structure in found]
 
 

@@ -111,4 +111,10 @@ def refuse_unsupported(body: Mapping[str, object], neutral: Neutral) -> None:
     for field, values in neutral.items():
         value = body.get(field)
         if value is not None and value not in values:
-            raise UnsupportedFieldError(f"`{field}` is not implemented here, or not with this value.", param=field)
+            raise UnsupportedFieldError(f"`{field}` is not implemented here{_but(values)}.", param=field)
+
+
+def _but(values: tuple[object, ...]) -> str:
+    """What may be said all the same."""
+    texts = [msgspec.json.encode(value).decode() for value in values]
+    return f"; it may only be {' or '.join(texts)}" if texts else ""
