@@ -137,7 +137,7 @@ async def test_s9_the_encode_worker_is_killed_and_restarted_twenty_times_under_l
             """While no encode worker lives a new request is told to come again, and it does."""
             while (response := await post(client, body)).status_code == 503:
                 assert response.headers["retry-after"]
-                assert "no live worker hosts the encode stage" in response.text
+                assert "No live worker hosts the encode stage" in response.text
                 await asyncio.sleep(0.1)
             return text_of(response)
 
