@@ -479,6 +479,7 @@ async def test_the_limit_of_tokens_keeps_the_name_that_the_client_used(api: Any)
         (5, "max_tokens"),
         (5, "max_output_tokens"),
     ]
+    assert [request.messages_param for request in api.router.requests] == ["messages"] * 4 + ["input"]
 
 
 async def test_a_message_with_calls_cannot_be_gone_on_with(api: Any) -> None:

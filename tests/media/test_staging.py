@@ -26,8 +26,9 @@ def test_what_is_closed_is_given_back() -> None:
 
 def test_one_that_can_never_fit_is_the_clients_mistake() -> None:
     staging = Staging(100)
-    with staging.open() as staged:
+    with staging.open("input") as staged:
         staged.add(50)
-        with pytest.raises(BadRequestError, match="of this request are more than max_staged_bytes = 100"):
+        with pytest.raises(BadRequestError, match="of this request are more than max_staged_bytes = 100") as caught:
             staged.add(51)
+        assert caught.value.param == "input"
         assert staging.used_bytes == 50

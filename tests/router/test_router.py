@@ -142,15 +142,21 @@ async def test_max_tokens_that_cannot_fit_is_a_400_before_any_work(world: World)
 
 async def test_a_prompt_that_leaves_no_room_is_a_400(world: World) -> None:
     async with world.cluster("EPD", num_kv_blocks=5, block_size=4) as cluster:
-        error, _ = await refusal(cluster, world.request("r", text="what " * 50, max_tokens=1))
-        assert (error.status, error.param) == (400, "messages")
+        request = world.request("r", text="what " * 50, max_tokens=1)
+        with_input = msgspec.structs.replace(request, messages_param="input")
+        for asked, param in ((request, "messages"), (with_input, "input")):
+            error, _ = await refusal(cluster, asked)
+            assert (error.status, error.param) == (400, param)
 
 
 async def test_too_many_images_are_a_400(world: World) -> None:
     async with world.cluster("EPD") as cluster:
-        error, _ = await refusal(cluster, world.request("r", [0, 1, 2, 3]))
-        assert (error.status, error.param) == (400, "messages")
-        assert "4 images, the limit is 3" in error.message
+        request = world.request("r", [0, 1, 2, 3])
+        with_input = msgspec.structs.replace(request, messages_param="input")
+        for asked, param in ((request, "messages"), (with_input, "input")):
+            error, _ = await refusal(cluster, asked)
+            assert (error.status, error.param) == (400, param)
+            assert "4 images, the limit is 3" in error.message
 
 
 async def test_s14_one_request_too_many_is_a_503_and_the_next_is_taken(world: World) -> None:

@@ -95,6 +95,7 @@ def parse_response(body: dict[str, Any], served: Served, caller: Caller) -> Call
     request = msgspec.structs.replace(
         read_request(fields, served, caller, ids, max_tokens, _num_logprobs(asked)),
         max_tokens_param="max_output_tokens",
+        messages_param="input",
         messages=messages,
         images=images,
         tools=offer.tools,

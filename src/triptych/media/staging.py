@@ -17,15 +17,17 @@ class Staging:
         self.max_bytes = max_bytes
         self.used_bytes = 0
 
-    def open(self) -> Staged:
-        return Staged(self)
+    def open(self, param: str = "messages") -> Staged:
+        """`param` is the request's field that has its media."""
+        return Staged(self, param)
 
 
 class Staged:
     """What one holder has: a request until its end, or a download. Closing it gives everything back, once."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: Staging, param: str) -> None:
         self._staging = staging
+        self._param = param
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
@@ -34,7 +36,7 @@ class Staged:
         if self._num_bytes + num_bytes > staging.max_bytes:
             raise BadRequestError(
                 f"the media of this request are more than max_staged_bytes = {staging.max_bytes} bytes",
-                param="messages",
+                param=self._param,
             )
         if staging.used_bytes + num_bytes > staging.max_bytes:
             raise OverloadedError(

@@ -56,7 +56,8 @@ class MediaReader:
         )
         images, limit = request.images, self._config.max_images
         if len(images) > limit:
-            raise BadRequestError(f"the request has {len(images)} images, the limit is {limit}", param="messages")
+            why = f"the request has {len(images)} images, the limit is {limit}"
+            raise BadRequestError(why, param=request.messages_param)
         if not images:
             return []
         contents = await self._contents(request, staged)

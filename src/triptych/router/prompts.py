@@ -66,7 +66,7 @@ def _build(builder: PromptBuilder, request: Request, media: list[MediaItem]) -> 
 
 def _name(request: Request) -> str:
     """Of the field that holds the prompt."""
-    return "messages" if request.prompt is None else "prompt"
+    return request.messages_param if request.prompt is None else "prompt"
 
 
 def bound_output(request: Request, prompt: Prompt, max_model_len: int) -> Request:

@@ -103,7 +103,7 @@ class Router:
     async def handle(self, request: Request) -> AsyncGenerator[Event, None]:
         """`Started`, the events of each choice, `Finished`; or a TriptychError. Closing it cancels every stage."""
         marks = RequestMarks(request.request_id, self._clock)
-        staged = self._media.staging.open()
+        staged = self._media.staging.open(request.messages_param)
         self._metrics.request_started()
         self.num_running += 1
         try:
