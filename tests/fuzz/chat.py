@@ -208,7 +208,10 @@ def request(rng: random.Random) -> tuple[str, bytes]:
     for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
         damage(body, rng)
     bound(body)
-    text = json.dumps(body)
+    try:
+        text = json.dumps(body)
+    except RecursionError:  # one deep value in another: more than Python writes
+        return request(rng)
     return path, raw_damage(text, rng) if rng.random() < 0.05 else text.encode()
 
 
