@@ -123,3 +123,10 @@ def test_bad_input_is_told_by_field(
     assert main(["bench", "run", *words, *QUICK[:-1], "--no-ceilings"]) == 1
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("file", sorted((DOCS / "raw").glob("*.json")), ids=lambda file: file.stem)
+def test_numbers_that_were_kept_are_still_read(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["bench", "report", str(file)])
+    table = capsys.readouterr().out
+    assert all(system.name in table for system in read(file).spec.systems)

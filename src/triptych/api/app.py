@@ -59,11 +59,14 @@ def create_app(router: RouterLike, config: Config, metrics: Metrics, admission: 
         *admin.routes(router, spans_hosts=bool(config.router.control_host)),
         openapi.route(),
     ]
-    app: ASGIApp = Starlette(
+    starlette = Starlette(
         routes=routes,
         exception_handlers={TriptychError: _on_error, 404: _no_route, 405: _wrong_method, Exception: _on_error},
     )
-    app = Guard(app, Keys.load(api.api_keys_file), Rates(api.requests_per_minute, time.monotonic), metrics)
+    starlette.router.redirect_slashes = False  # many clients do not follow, and see an empty answer
+    app: ASGIApp = Guard(
+        starlette, Keys.load(api.api_keys_file), Rates(api.requests_per_minute, time.monotonic), metrics
+    )
     if api.cors_origins:
         origins = [origin.strip() for origin in api.cors_origins.split(",")]
         app = CORSMiddleware(
@@ -77,7 +80,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    return error_response(NotFoundError(f"There is no `{_path(request)}` here."))
+    hint = "" if request.url.path.startswith("/v1/") else " OpenAI's routes begin with `/v1/`."
+    return error_response(NotFoundError(f"There is no `{_path(request)}` here.{hint}"))
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:

@@ -42,7 +42,8 @@ def routes(router: RouterLike) -> list[Route]:
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         if name != router.model_name:
-            raise NotFoundError(f"The model `{name[:200]}` does not exist.", param="model")
+            why = f"The model `{name[:200]}` does not exist; `{router.model_name}` does."
+            raise NotFoundError(why, param="model")
         return json_response(card())
 
     return [Route("/v1/models", models), Route("/v1/models/{name:path}", model)]

@@ -40,7 +40,7 @@ def in_range(field: str, value: N, low: float, high: float, why: str = "") -> N:
 
 def check_model(model: str | None, served: Served) -> None:
     if model is not None and model != served.model_name:
-        raise NotFoundError(f"The model `{model[:200]}` does not exist.", param="model")
+        raise NotFoundError(f"The model `{model[:200]}` does not exist; `{served.model_name}` does.", param="model")
 
 
 def check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:

@@ -86,7 +86,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: Distribution | None
     itl_s: Distribution | None
     e2e_s: Distribution | None
-    refusal_s: Distribution | None
+    refusal_s: Distribution | None = None  # files that are older than it have none
     ttft_s_by_kind: dict[str, Distribution]
     e2e_s_by_kind: dict[str, Distribution]
     late_s: float  # the client's worst delay behind its schedule

@@ -53,7 +53,8 @@ async def checked_address(host: str, port: int, allow_private: bool, resolve: Re
     if not addresses:
         raise MediaError(f"the media host {host[:80]!r} has no address")
     if not allow_private and not all(_is_public(address) for address in addresses):
-        raise MediaError(f"the media host {host[:80]!r} is at a private, local or reserved address, which is refused")
+        why = "is at a private, local or reserved address, which is refused (setting media.allow_private_urls)"
+        raise MediaError(f"the media host {host[:80]!r} {why}")
     return str(addresses[0])
 
 
