@@ -92,6 +92,13 @@ class RequestTooLargeError(TriptychError):
     type = "RequestEntityTooLargeError"
 
 
+class HeadersTooLargeError(TriptychError):
+    """The HTTP headers are longer than the limit."""
+
+    status = 431
+    type = "HeadersTooLargeError"
+
+
 class RateLimitError(TriptychError):
     """This client asked too often. Ask again after `retry_after_s`."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from triptych.api import server
 from triptych.api.server import ApiServer, bind
@@ -25,9 +25,9 @@ async def slow(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(app: ASGIApp = slow) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     sock = bind("127.0.0.1", 0)
-    running = ApiServer(slow, sock)
+    running = ApiServer(app, sock)
     await running.start()
     reader, writer = await asyncio.open_connection(*sock.getsockname())
     try:
@@ -67,6 +67,37 @@ async def test_headers_that_do_not_arrive(monkeypatch: pytest.MonkeyPatch, begun
     async with connected() as (reader, writer):
         writer.write(begun)
         assert await error_of(reader) == (408, "RequestTimeoutError")
+
+
+@pytest.mark.parametrize("line", [b"x: " + b"a" * 70_000, b"a:b\r\n" * 20_000])
+async def test_headers_that_grow_and_grow(line: bytes) -> None:
+    async with connected() as (reader, writer):
+        writer.write(ASK + line)
+        assert await error_of(reader) == (431, "HeadersTooLargeError")
+
+
+async def test_bodies_and_many_requests_are_no_headers() -> None:
+    post = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 200000\r\n\r\n" + b"a" * 200_000
+    async with connected() as (reader, writer):
+        for sent in (post, post + ASK, b"\r\n"):
+            writer.write(sent)
+            await asyncio.sleep(0.05)
+        for _ in range(3):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(2) == b"ok"
+
+
+async def test_no_error_stands_in_an_answer_that_has_begun() -> None:
+    async def begins(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"some", "more_body": True})
+        await asyncio.sleep(10)
+
+    async with connected(begins) as (reader, writer):
+        writer.write(ASK + b"\r\n")
+        assert (await reader.readuntil(b"some\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"no HTTP\r\n\r\n")
+        assert await asyncio.wait_for(reader.read(), 10) == b""
 
 
 async def test_headers_of_a_later_request_that_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:

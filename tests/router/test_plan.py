@@ -9,7 +9,7 @@ from triptych.errors import NoCapacityError
 from triptych.messages import BlocksChanged
 from triptych.router.plan import make_plan
 from triptych.router.prefix_index import PrefixIndex
-from triptych.router.registry import CUT_S
+from triptych.router.registry import CUT_S, FRESH_S
 from triptych.types import Grid, ItemMetadata, Load, MediaItem, Modality, Placeholder, Prompt, PromptItem, Stage
 
 PROMPT = Prompt(list(range(100)))
@@ -53,6 +53,9 @@ def test_a_decode_worker_behind_a_cut_link_is_taken_only_where_there_is_no_other
     told.clock.advance(1)
     told.registry.cut("p0", "d0")
     assert decode() == "d1"
+    told.registry.reached("d0", "p0")
+    assert decode() == "d1"  # it came before the cut, as far as one can know
+    told.clock.advance(2 * FRESH_S)
     told.registry.reached("d0", "p0")
     assert decode() == "d0"
     told.registry.cut("p0", "d0")

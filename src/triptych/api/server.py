@@ -18,11 +18,18 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from triptych.api.errors import error_response
-from triptych.errors import ConfigError, MalformedRequestError, RequestTimeoutError, TriptychError
+from triptych.errors import (
+    ConfigError,
+    HeadersTooLargeError,
+    MalformedRequestError,
+    RequestTimeoutError,
+    TriptychError,
+)
 
 log = logging.getLogger(__name__)
 
 LAST_CONNECTIONS_S = 2  # for what is still open when all requests have been drained
+MAX_HEADER_BYTES = 64 << 10  # and what is read at once; a header that grows and grows is copied as often
 HEADERS_S = 30  # from the connection, or from the answer before, until a request's headers are complete
 
 
@@ -56,17 +63,34 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's, which would wait for headers as long as the client likes; and its own errors in the API's form."""
+    """uvicorn's, which would take headers of any size and for any time; and its own errors in the API's form."""
 
     _waiting: asyncio.TimerHandle | None = None
+    _in_headers = True  # no body is being read
+    _num_heads = 0  # headers that were complete
+    _num_header_bytes = 0  # of those that are not yet
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait()
 
+    def data_received(self, data: bytes) -> None:
+        was_in_headers, num_heads = self._in_headers, self._num_heads
+        super().data_received(data)
+        only_headers = was_in_headers and self._num_heads == num_heads
+        self._num_header_bytes = self._num_header_bytes + len(data) if only_headers else 0
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            self._refuse(HeadersTooLargeError(f"The request's headers are longer than {MAX_HEADER_BYTES} bytes."))
+
     def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._num_heads += 1
         self._stop_waiting()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_headers = True
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -94,6 +118,9 @@ class _Connection(HttpToolsProtocol):
 
     def _refuse(self, error: TriptychError) -> None:
         if self.transport.is_closing():
+            return
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()  # an error would stand in the middle of the answer
             return
         response = error_response(error)
         lines = [f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}".encode(), b"connection: close"]

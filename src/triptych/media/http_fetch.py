@@ -49,7 +49,7 @@ class HttpFetcher:
             async with asyncio.timeout(limit_s):
                 return await self._follow(url, staged)
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise MediaTimeoutError(f"media URL {shorten_url(url)!r} gave no answer within {limit_s:g} s") from error
+            raise MediaTimeoutError(f"media URL {shorten_url(url)!r} was not read within {limit_s:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, ssl.SSLError) as error:
             raise refuse(url, _reason(error)) from error
 

@@ -6,6 +6,7 @@ Fed by `api/admin.py` (registration and heartbeats) and by the router's probes; 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from triptych.clock import Clock
@@ -20,6 +21,7 @@ SECONDS_AN_EMBED = 2e-3
 SECONDS_A_PROMPT_TOKEN = 1.2e-3
 LATE_S = 0.5  # between two sweeps
 CUT_S = 30.0  # then a link is tried again
+FRESH_S = 1.0  # that news of a link may have waited for whoever reads it
 
 
 class RegisteredWorker:
@@ -173,8 +175,10 @@ class Registry:
         self._cut_until_s[frozenset((name, other))] = now + CUT_S
 
     def reached(self, name: str, other: str) -> None:
-        """Something came over the link of the two: it is whole, whatever it was."""
-        self._cut_until_s.pop(frozenset((name, other)), None)
+        """Something came over the link of the two: it is whole, unless it was cut just now, after that came."""
+        pair = frozenset((name, other))
+        if self._cut_until_s.get(pair, math.inf) < self._clock.now() + CUT_S - FRESH_S:
+            del self._cut_until_s[pair]
 
     def cut_off_from(self, name: str) -> dict[str, float]:
         """Workers that this one cannot reach, by name, and until when that is believed."""
