@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.api.conftest import serving
@@ -202,19 +204,22 @@ async def test_a_body_that_does_not_arrive() -> None:
         assert api.admission.num_inside == 0
 
 
+def begin(api: Any, path: str, first: bytes, go_on: asyncio.Event, last: bytes) -> asyncio.Task[httpx.Response]:
+    """A POST whose body ends when the event is set."""
+
+    async def content() -> AsyncIterator[bytes]:
+        yield first
+        await go_on.wait()
+        yield last
+
+    headers = {"content-type": "application/json"}
+    return asyncio.create_task(api.http.post(path, content=content(), headers=headers))
+
+
 async def test_bodies_that_do_not_arrive_keep_nobody_out(api: Any) -> None:
     go_on = asyncio.Event()
 
-    async def slow() -> Any:
-        yield b"{"
-        await go_on.wait()
-        yield b"}"
-
-    headers = {"content-type": "application/json"}
-    waiting = [
-        asyncio.create_task(api.http.post(path, content=slow(), headers=headers))
-        for path in (CHAT, "/v1/responses", "/tokenize", "/detokenize") * 10
-    ]
+    waiting = [begin(api, path, b"{", go_on, b"}") for path in (CHAT, "/v1/responses", "/tokenize", "/detokenize") * 10]
     await asyncio.sleep(0.01)
     assert (api.admission.num_arriving, api.admission.num_inside) == (40, 0)
     assert (await api.chat()).status_code == 200
@@ -226,12 +231,7 @@ async def test_bodies_that_do_not_arrive_keep_nobody_out(api: Any) -> None:
 async def test_full_when_its_body_has_been_read(api: Any) -> None:
     go_on, block = asyncio.Event(), asyncio.Event()
 
-    async def slow() -> Any:
-        yield b'{"messages": [{"role": "user", "content": "hi"}]'
-        await go_on.wait()
-        yield b"}"
-
-    late = asyncio.create_task(api.http.post(CHAT, content=slow(), headers={"content-type": "application/json"}))
+    late = begin(api, CHAT, b'{"messages": [{"role": "user", "content": "hi"}]', go_on, b"}")
     await asyncio.sleep(0.01)
     api.router.script.insert(0, block)
     running = [asyncio.create_task(api.chat()) for _ in range(16)]
@@ -246,12 +246,7 @@ async def test_full_when_its_body_has_been_read(api: Any) -> None:
 async def test_what_is_being_read_when_the_door_closes_is_waited_for_and_answered(api: Any) -> None:
     go_on = asyncio.Event()
 
-    async def slow() -> Any:
-        yield b'{"messages": [{"role": "user", "content": "hi"}]'
-        await go_on.wait()
-        yield b"}"
-
-    late = asyncio.create_task(api.http.post(CHAT, content=slow(), headers={"content-type": "application/json"}))
+    late = begin(api, CHAT, b'{"messages": [{"role": "user", "content": "hi"}]', go_on, b"}")
     await asyncio.sleep(0.01)
     api.admission.close()
     assert not await api.admission.wait_idle(0.01)
@@ -265,12 +260,7 @@ async def test_so_many_bodies_are_read_at_once(api: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(body, "MAX_READING", 1)
     go_on = asyncio.Event()
 
-    async def slow() -> Any:
-        yield b"{"
-        await go_on.wait()
-        yield b"}"
-
-    first = asyncio.create_task(api.http.post(CHAT, content=slow(), headers={"content-type": "application/json"}))
+    first = begin(api, CHAT, b"{", go_on, b"}")
     await asyncio.sleep(0.01)
     assert error_of(await api.chat()) == (503, "ServiceUnavailableError", None)
     go_on.set()
@@ -281,14 +271,9 @@ async def test_so_many_bodies_are_read_at_once(api: Any, monkeypatch: pytest.Mon
 async def test_all_bodies_together_are_bounded() -> None:
     go_on = asyncio.Event()
 
-    async def slow() -> Any:
-        yield b" " * 900
-        await go_on.wait()
-        yield b"{}"
-
     async with serving(max_reading_bytes=1000) as api:
         headers = {"content-type": "application/json"}
-        first = asyncio.create_task(api.http.post(CHAT, content=slow(), headers=headers))
+        first = begin(api, CHAT, b" " * 900, go_on, b"{}")
         await asyncio.sleep(0.01)
         response = await api.http.post(CHAT, content=b" " * 200, headers=headers)
         assert error_of(response) == (503, "ServiceUnavailableError", None)

@@ -497,19 +497,24 @@ async def test_nobody_who_can_take_it_over_in_time_is_a_503(world: World) -> Non
             await collect(events)
 
 
+def fail_steps(cluster: Cluster, *, retryable: bool, bad_grammar: bool = False) -> None:
+    """Instead of a step's first token the router hears that the attempt failed."""
+    on_envelope = cluster.network.on_envelope
+    assert on_envelope is not None
+
+    def give_up(envelope: messages.Envelope) -> None:
+        body = envelope.body
+        if isinstance(body, messages.StepOutput):
+            output = body.outputs[0]
+            body = messages.AttemptFailed(output.request_id, output.attempt, "no", retryable, bad_grammar=bad_grammar)
+        on_envelope(msgspec.structs.replace(envelope, body=body))
+
+    cluster.network.on_envelope = give_up
+
+
 async def test_a_worker_that_gives_every_attempt_up_ends_the_request_after_the_last(world: World) -> None:
     async with world.cluster("EPD", RouterConfig(max_attempts=2)) as cluster:
-        on_envelope = cluster.network.on_envelope
-        assert on_envelope is not None
-
-        def give_up(envelope: messages.Envelope) -> None:
-            body = envelope.body
-            if isinstance(body, messages.StepOutput):
-                output = body.outputs[0]
-                body = messages.AttemptFailed(output.request_id, output.attempt, message="no", retryable=True)
-            on_envelope(msgspec.structs.replace(envelope, body=body))
-
-        cluster.network.on_envelope = give_up
+        fail_steps(cluster, retryable=True)
         error, _ = await refusal(cluster, world.request("r"))
         assert isinstance(error, WorkerLostError)
         assert cluster.network.num_sent["Prefill"] == 2
@@ -517,17 +522,7 @@ async def test_a_worker_that_gives_every_attempt_up_ends_the_request_after_the_l
 
 async def test_a_structure_that_no_worker_can_follow_is_the_clients_fault(world: World) -> None:
     async with world.cluster("EPD") as cluster:
-        on_envelope = cluster.network.on_envelope
-        assert on_envelope is not None
-
-        def give_up(envelope: messages.Envelope) -> None:
-            body = envelope.body
-            if isinstance(body, messages.StepOutput):
-                output = body.outputs[0]
-                body = messages.AttemptFailed(output.request_id, output.attempt, "no", False, bad_grammar=True)
-            on_envelope(msgspec.structs.replace(envelope, body=body))
-
-        cluster.network.on_envelope = give_up
+        fail_steps(cluster, retryable=False, bad_grammar=True)
         request = msgspec.structs.replace(world.request("r"), structure=Structure("regex", "a+", "guided_regex"))
         error, _ = await refusal(cluster, request)
         assert (error.status, error.message, error.param) == (400, "no", "guided_regex")
