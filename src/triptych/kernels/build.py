@@ -19,6 +19,7 @@ LIBRARY = HERE / "_kernels.so"
 FLAGS = (
     *("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-fopenmp"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+    *("-mamx-tile", "-mamx-bf16"),
 )
 
 

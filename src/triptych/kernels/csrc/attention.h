@@ -18,6 +18,7 @@ namespace triptych {
 constexpr long TILE = 16;      // tokens of a tile
 constexpr long SPAN = 256;     // keys between two corrections of the running maximum
 constexpr long QUERIES = 24;   // query rows that share a pass over the keys
+constexpr long TILED_QUERIES = 2 * TILE_ROWS;  // the same, where products are made in tile registers
 constexpr int FEW_QUERIES = 3;  // with so few, memory takes longer than the products
 
 template <class T>
@@ -44,18 +45,20 @@ inline void store_value_row(const bf16* value, long head_dim, long place, bf16* 
     }
 }
 
-// Tokens are stored in order. The first of a tile clears what an earlier owner left, which weights of zero would not
-// cancel if it is not finite.
+// Tokens are stored in order. The first of a tile, or of the two tiles of a pair, clears what an earlier owner left, which
+// weights of zero would not cancel if it is not finite.
 template <class T>
-void store_value(const T* value, long head_dim, long place, T* tile) {
-    if (place == 0) std::memset((void*)tile, 0, TILE * head_dim * sizeof(T));
-    store_value_row(value, head_dim, place, tile);
+void store_value(const T* value, long head_dim, long token, bool in_pairs, T* tile) {
+    const long together = in_pairs ? 2 * TILE : TILE;
+    if (token % together == 0) std::memset((void*)tile, 0, together * head_dim * sizeof(T));
+    store_value_row(value, head_dim, token % TILE, tile);
 }
 
 template <class T>
 struct Tiles {
     const T* const* keys;  // one pointer for 16 tokens
     const T* const* values;
+    bool in_pairs;  // values of tile 2 i + 1 follow those of tile 2 i, cleared where no token is
 };
 
 // body(first, std::integral_constant<int, n>()) for blocks of SIZE of `total` and a shorter last one.
@@ -70,12 +73,16 @@ class Attention {
   public:
     // `head_dim` is a multiple of 16.
     Attention(long head_dim, float scale, float* scratch)
-        : head_dim_(head_dim), scale_(scale * LOG2_E), scores_(scratch), output_(scores_ + QUERIES * SPAN),
-          weights_(reinterpret_cast<T*>(output_ + QUERIES * head_dim)) {}
+        : head_dim_(head_dim), scale_(scale * LOG2_E), scores_(scratch), output_(scores_ + TILED_QUERIES * SPAN),
+          weights_(reinterpret_cast<T*>(output_ + TILED_QUERIES * head_dim)) {}
 
-    static long scratch_floats(long head_dim) { return QUERIES * (2 * SPAN + head_dim); }
+    static long scratch_floats(long head_dim) { return TILED_QUERIES * (2 * SPAN + head_dim); }
 
-    // Rows i < num_rows <= QUERIES of `query`, head_dim apart; row i sees the first visible(i) tokens, and no earlier
+    // Whether products are made in tile registers, and how many rows `attend` takes then.
+    static bool is_tiled(long head_dim) { return in_tiles<T>() && head_dim % TILE_INPUTS == 0; }
+    static long most_queries(long head_dim) { return is_tiled(head_dim) ? TILED_QUERIES : QUERIES; }
+
+    // Rows i < num_rows <= most_queries of `query`, head_dim apart; row i sees the first visible(i) tokens, and no earlier
     // row sees more. out(i) is where its head_dim results go.
     template <class Visible, class Out>
     void attend(const T* query, long num_rows, const Tiles<T>& tiles, const Visible& visible, const Out& out) {
@@ -83,8 +90,15 @@ class Attention {
             maximum_[i] = -std::numeric_limits<float>::infinity();
             sum_[i] = 0.0f;
         }
-        std::memset(output_, 0, num_rows * head_dim_ * sizeof(float));
         const long most = visible(num_rows - 1);
+        if constexpr (sizeof(T) == sizeof(bf16)) {
+            if (is_tiled(head_dim_)) {
+                num_rows > TILE_ROWS ? attend_tiled<2>(query, num_rows, tiles, visible, most)
+                                     : attend_tiled<1>(query, num_rows, tiles, visible, most);
+                return write(num_rows, out);
+            }
+        }
+        std::memset(output_, 0, num_rows * head_dim_ * sizeof(float));
         for (long first = 0; first < most; first += SPAN) {
             const long count = most - first < SPAN ? most - first : SPAN;
             const long num_tiles = (count + TILE - 1) / TILE;
@@ -101,6 +115,12 @@ class Attention {
                 add_values<ROWS, VECTORS>(num_rows, values, num_tiles);
             }
         }
+        write(num_rows, out);
+    }
+
+  private:
+    template <class Out>
+    void write(long num_rows, const Out& out) const {
         for (long i = 0; i < num_rows; ++i) {
             const __m512 inverse = _mm512_set1_ps(1.0f / sum_[i]);
             T* row = out(i);
@@ -109,7 +129,6 @@ class Attention {
         }
     }
 
-  private:
     void score(const T* query, long num_rows, const T* const* keys, long num_tiles) {
         for_blocks<VECTORS>(num_tiles, [&](long first, auto vectors) {
             for_blocks<ROWS>(num_rows, [&](long row, auto rows) {
@@ -203,12 +222,106 @@ class Attention {
             for (int j = 0; j < NR; ++j) _mm512_storeu_ps(output + i * head_dim_ + j * LANES, sums[i][j]);
     }
 
+    // HEIGHT tiles of rows, the last of which is a whole one too and may share rows with the first.
+    template <int HEIGHT, class Visible>
+    void attend_tiled(const T* query, long num_rows, const Tiles<T>& tiles, const Visible& visible, long most) {
+        const long height = std::min(num_rows, TILE_ROWS), second = num_rows - height;
+        const long tokens = tiles.in_pairs ? 2 * TILE : TILE;  // that a tile of weights holds
+        const TileRegisters registers({height, height, height, height, height, TILE_STEPS, height, tokens / 2},
+                                      {64, 64, 64, 64, 64, 64, tokens * 2, 64});
+        for (long first = 0; first < most; first += SPAN) {
+            const long count = std::min(SPAN, most - first), num_tiles = (count + tokens - 1) / tokens * tokens / TILE;
+            score_tiled<HEIGHT>(query, second, tiles.keys + first / TILE, (count + TILE - 1) / TILE);
+            for (long i = 0; i < num_rows; ++i) weigh(i, visible(i) - first, num_tiles);
+            if (first)
+                for (long i = 0; i < num_rows; ++i) correct(i);
+            add_values_tiled<HEIGHT>(second, tiles.values + first / TILE, num_tiles, tokens, first == 0);
+        }
+    }
+
+    // Registers: 0 to 3 scores of two tiles of rows x two of keys, 4 rows, 5 keys.
+    template <int HEIGHT>
+    void score_tiled(const T* query, long second, const T* const* keys, long num_tiles) {
+        const long stride = head_dim_ * sizeof(T);
+        for (long t = 0; t < num_tiles; t += 2) {
+            const bool is_pair = t + 1 < num_tiles;
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (long d = 0; d < head_dim_; d += TILE_INPUTS) {
+                _tile_loadd(5, keys[t] + d * TILE, 64);
+                _tile_loadd(4, query + d, stride);
+                _tile_dpbf16ps(0, 4, 5);
+                if (is_pair) {
+                    _tile_loadd(5, keys[t + 1] + d * TILE, 64);
+                    _tile_dpbf16ps(1, 4, 5);
+                }
+                if (HEIGHT == 1) continue;
+                _tile_loadd(4, query + second * head_dim_ + d, stride);
+                if (is_pair) _tile_dpbf16ps(3, 4, 5);
+                if (is_pair) _tile_loadd(5, keys[t] + d * TILE, 64);
+                _tile_dpbf16ps(2, 4, 5);
+            }
+            float* place = scores_ + t * TILE;
+            _tile_stored(0, place, SPAN * sizeof(float));
+            if (is_pair) _tile_stored(1, place + TILE, SPAN * sizeof(float));
+            if (HEIGHT == 1) continue;
+            _tile_stored(2, place + second * SPAN, SPAN * sizeof(float));
+            if (is_pair) _tile_stored(3, place + second * SPAN + TILE, SPAN * sizeof(float));
+        }
+    }
+
+    void correct(long i) {
+        float* row = output_ + i * head_dim_;
+        const __m512 factor = _mm512_set1_ps(correction_[i]);
+        for (long d = 0; d < head_dim_; d += LANES)
+            _mm512_storeu_ps(row + d, _mm512_mul_ps(_mm512_loadu_ps(row + d), factor));
+    }
+
+    // Registers: 0 to 3 sums of two tiles of rows x two of outputs, 6 weights, 7 values.
+    template <int HEIGHT>
+    void add_values_tiled(long second, const T* const* values, long num_tiles, long tokens, bool is_first) {
+        const long stride = head_dim_ * sizeof(float), step_stride = head_dim_ * 2 * sizeof(T);
+        for (long d = 0; d < head_dim_; d += 2 * LANES) {
+            float *top = output_ + d, *bottom = top + second * head_dim_;
+            if (is_first) {
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+            } else {
+                _tile_loadd(0, top, stride);
+                _tile_loadd(1, top + LANES, stride);
+                if (HEIGHT > 1) _tile_loadd(2, bottom, stride);
+                if (HEIGHT > 1) _tile_loadd(3, bottom + LANES, stride);
+            }
+            for (long t = 0; t < num_tiles; t += tokens / TILE) {
+                const T *weights = weights_ + t * TILE, *place = values[t] + d * 2;
+                _tile_loadd(7, place, step_stride);
+                _tile_loadd(6, weights, SPAN * sizeof(T));
+                _tile_dpbf16ps(0, 6, 7);
+                _tile_loadd(7, place + 2 * LANES, step_stride);
+                _tile_dpbf16ps(1, 6, 7);
+                if (HEIGHT == 1) continue;
+                _tile_loadd(6, weights + second * SPAN, SPAN * sizeof(T));
+                _tile_dpbf16ps(3, 6, 7);
+                _tile_loadd(7, place, step_stride);
+                _tile_dpbf16ps(2, 6, 7);
+            }
+            _tile_stored(0, top, stride);
+            _tile_stored(1, top + LANES, stride);
+            if (HEIGHT > 1) _tile_stored(2, bottom, stride);
+            if (HEIGHT > 1) _tile_stored(3, bottom + LANES, stride);
+        }
+    }
+
     const long head_dim_;
     const float scale_;  // of scores, and from e to 2
-    float* scores_;   // [QUERIES, SPAN]
-    float* output_;   // [QUERIES, head_dim]
-    T* weights_;      // [QUERIES, SPAN]
-    float maximum_[QUERIES], sum_[QUERIES], correction_[QUERIES];
+    float* scores_;   // [TILED_QUERIES, SPAN]
+    float* output_;   // [TILED_QUERIES, head_dim]
+    T* weights_;      // [TILED_QUERIES, SPAN]
+    float maximum_[TILED_QUERIES], sum_[TILED_QUERIES], correction_[TILED_QUERIES];
 };
 
 }  // namespace triptych

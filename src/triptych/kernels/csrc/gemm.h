@@ -2,10 +2,12 @@
 //
 // A weight [n, k] is packed into panels of 64 outputs: [n / 64, k / step, 64, step], zeros where n or k ends early. One
 // panel is read from start to end, which is the order that memory is fastest in when there are few rows; with many
-// rows a slice of it stays in the first cache. A row's result is the same bit for bit however many rows there are.
+// rows a slice of it stays in the first cache. Where bf16 is multiplied in tile registers (amx.h), a panel is two halves,
+// one after the other. A row's result is the same bit for bit however many rows there are.
 
 #pragma once
 
+#include "amx.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -27,8 +29,19 @@ struct Weight {
     long num_inputs;
 
     long num_panels() const { return (num_outputs + PANEL - 1) / PANEL; }
-    long num_steps() const { return (num_inputs + Number<T>::step - 1) / Number<T>::step; }
+    long num_steps() const {
+        const long steps = (num_inputs + Number<T>::step - 1) / Number<T>::step;
+        return in_tiles<T>() ? num_tiles() * TILE_STEPS : steps;
+    }
+    long num_tiles() const { return (num_inputs + TILE_INPUTS - 1) / TILE_INPUTS; }
     const T* panel(long p) const { return panels + p * num_steps() * PANEL * Number<T>::step; }
+
+    // Where output c of a panel keeps input k.
+    long place(long c, long k) const {
+        constexpr long step = Number<T>::step;
+        const long width = in_tiles<T>() ? HALF : PANEL;
+        return ((c / width * num_steps() + k / step) * width + c % width) * step + k % step;
+    }
 };
 
 template <class T>
@@ -48,7 +61,7 @@ void pack_weight(const T* weight, long num_outputs, long num_inputs, Order order
         T* panel = panels + p * shape.num_steps() * PANEL * step;
         for (long c = 0; c < PANEL && p * PANEL + c < num_outputs; ++c) {
             const T* row = weight + order(p * PANEL + c) * num_inputs;
-            for (long k = 0; k < num_inputs; ++k) panel[(k / step * PANEL + c) * step + k % step] = row[k];
+            for (long k = 0; k < num_inputs; ++k) panel[shape.place(c, k)] = row[k];
         }
     }
 }
@@ -110,6 +123,60 @@ void multiply_panels(const T* x, long ldx, long num_rows, const Weight<T>& weigh
                         lines == 2 ? run(count, Prefetch<2>()) : run(count, Prefetch<4>());
                     }
                 });
+            }
+        }
+    }
+}
+
+// As multiply_panels, in tile registers. With few rows a weight comes from memory once, each half panel from start to end;
+// with many, four panels' slices of 256 inputs stay in the second cache while all rows pass, a block of 32 of them in the
+// first. `sums` has room for `tiled_sums(num_rows)` floats.
+constexpr long TILED_PANELS = 4, TILED_SLICE = 8, TILED_ROWS = 1024, TILED_FEW_ROWS = 2 * TILE_ROWS;
+
+inline long tiled_sums(long num_rows) {
+    return TILED_PANELS * PANEL * (std::min(num_rows, TILED_ROWS) + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+}
+
+template <class Expect, class Finish>
+void multiply_tiled(const TiledRows& x, long first_row, long num_rows, const Weight<bf16>& weight, long first_panel,
+                    long num_panels, float* sums, const Expect& expect, const Finish& finish) {
+    const long height = std::min(num_rows, TILE_ROWS), num_row_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    const long num_tiles = weight.num_tiles(), half_elements = num_tiles * TILE_STEPS * 2 * HALF;
+    const long slice = num_rows <= TILED_FEW_ROWS ? num_tiles : TILED_SLICE;
+    // The last tile of rows is a whole one too, and shares rows with the one before; each has its own sums.
+    const auto begin = [&](long tile) { return std::min(tile * TILE_ROWS, num_rows - height); };
+    for (long k = 0; k < num_tiles; k += slice) {
+        const long count = std::min(slice, num_tiles - k);
+        for (long tile = 0; tile < num_row_tiles; tile += 2) {
+            const bool is_pair = tile + 1 < num_row_tiles;
+            const bf16* const rows[2] = {x.at(first_row + begin(tile), k), x.at(first_row + begin(tile + 1), k)};
+            for (long p = 0; p < num_panels; ++p) {
+                float* const places[2] = {sums + (p * num_row_tiles + tile) * TILE_ROWS * PANEL,
+                                          sums + (p * num_row_tiles + tile + 1) * TILE_ROWS * PANEL};
+                const bool is_last = k + count == num_tiles;
+                const long first = tile * TILE_ROWS, end = std::min(num_rows, first + 2 * TILE_ROWS);
+                if (is_last)
+                    for (long row = first; row < end; ++row) expect(first_row + row, first_panel + p);
+                for (long h = 0; h < 2; ++h) {
+                    const bf16* half = weight.panel(first_panel + p) + h * half_elements + k * TILE_STEPS * 2 * HALF;
+                    // Each block of rows fetches its share of the next slice.
+                    const bf16* ahead = half + count * (TILE_STEPS * 2 * HALF + tile / 2 * 64);
+                    if (is_pair) {
+                        multiply_half<2>({rows[0], rows[1]}, x.stride * TILE_INPUTS, half, count,
+                                         {places[0] + h * HALF, places[1] + h * HALF}, k == 0, ahead, 2);
+                    } else {
+                        multiply_half<1>({rows[0]}, x.stride * TILE_INPUTS, half, count, {places[0] + h * HALF},
+                                         k == 0, ahead, 2);
+                    }
+                }
+                if (!is_last) continue;
+                for (long row = first; row < end; ++row) {
+                    const long t = row / TILE_ROWS;
+                    const float* place = places[t - tile] + (row - begin(t)) * PANEL;
+                    __m512 values[VECTORS];
+                    for (int j = 0; j < VECTORS; ++j) values[j] = _mm512_loadu_ps(place + j * LANES);
+                    finish(first_row + row, first_panel + p, values);
+                }
             }
         }
     }

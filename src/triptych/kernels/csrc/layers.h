@@ -56,7 +56,7 @@ struct VisionBlock {
 };
 
 struct Buffers {
-    Scratch normed, projected, queries, attended, hidden;
+    Scratch normed, projected, queries, attended, hidden, tiled;
 };
 
 inline Buffers& buffers() {
@@ -71,9 +71,32 @@ inline Scratch& thread_scratch() {
 
 // -- linear layers ----------------------------------------------------------------------------------------------------
 
+template <class Expect, class Finish>
+void tiled_linear(const bf16* x, long num_rows, const Weight<bf16>& weight, const Expect& expect, const Finish& finish) {
+    const long elements = TiledRows::elements(num_rows, weight.num_inputs);
+    const TiledRows rows{buffers().tiled.take<bf16>(elements), TiledRows::stride_of(num_rows)};
+    for_each_part(num_rows, [&](long first, long end) {
+        for (long row = first; row < end; ++row) rows.set(row, x + row * weight.num_inputs, weight.num_inputs);
+    });
+    const long chunks = (num_rows + TILED_ROWS - 1) / TILED_ROWS;
+    for_each_part(weight.num_panels(), [&](long first_panel, long end_panel) {
+        float* sums = thread_scratch().take<float>(tiled_sums(num_rows));
+        for (long c = 0; c < chunks; ++c) {
+            const long first = num_rows * c / chunks, end = num_rows * (c + 1) / chunks;
+            const auto registers = TileRegisters::for_linear(std::min(end - first, TILE_ROWS));
+            for (long p = first_panel; p < end_panel; p += TILED_PANELS)
+                multiply_tiled(rows, first, end - first, weight, p, std::min(TILED_PANELS, end_panel - p), sums, expect,
+                               finish);
+        }
+    });
+}
+
 template <class T, class Expect, class Finish>
 void linear(const T* x, long num_rows, const Linear& layer, const Expect& expect, const Finish& finish) {
     const Weight<T> weight{static_cast<const T*>(layer.panels), layer.num_outputs, layer.num_inputs};
+    if constexpr (sizeof(T) == sizeof(bf16)) {
+        if (uses_tiles()) return tiled_linear(x, num_rows, weight, expect, finish);
+    }
     for_each_part(weight.num_panels(), [&](long first, long end) {
         float* partial = thread_scratch().take<float>(num_rows * PANEL);
         multiply_panels(x, layer.num_inputs, num_rows, weight, first, end, partial, expect, finish);
@@ -145,6 +168,7 @@ struct KVPlace {
 
     T* keys(long block, long head) const { return layer + block * block_stride + head * block_size * head_dim; }
     T* values(long block, long head) const { return keys(block, head + num_kv_heads); }
+    bool in_pairs() const { return block_size % (2 * TILE) == 0; }
 };
 
 template <class T>
@@ -163,7 +187,7 @@ void store_kv(const DecoderLayer& layer, const Step& step, const T* key_value, c
             const long block = step.slots[row] / step.block_size, offset = step.slots[row] % step.block_size;
             const long tile = offset / TILE * TILE * D;
             store_key(key, D, offset % TILE, kv.keys(block, head) + tile);
-            store_value(source + layer.num_kv_heads * D, D, offset % TILE, kv.values(block, head) + tile);
+            store_value(source + layer.num_kv_heads * D, D, offset, kv.in_pairs(), kv.values(block, head) + tile);
         }
     });
 }
@@ -206,10 +230,11 @@ void attend_blocks(const DecoderLayer& layer, const Step& step, long n, const T*
         Attention<T> attention(D, layer.scale, memory + (pointer_floats + LANES - 1) / LANES * LANES);
         const long num_rows = query.num_rows * group;
         const T* rows = queries + (head * n + query.first_row) * group * D;
-        for (long first = 0; first < num_rows; first += QUERIES) {
-            const long count = num_rows - first < QUERIES ? num_rows - first : QUERIES;
+        const long most = Attention<T>::most_queries(D);
+        for (long first = 0; first < num_rows; first += most) {
+            const long count = std::min(most, num_rows - first);
             attention.attend(
-                rows + first * D, count, Tiles<T>{keys, values},
+                rows + first * D, count, Tiles<T>{keys, values, kv.in_pairs()},
                 [&](long i) { return query.context + (first + i) / group + 1; },
                 [&](long i) {
                     const long row = query.first_row + (first + i) / group;
@@ -280,7 +305,7 @@ template <class T>
 void attend_window(const VisionBlock& block, const float* cos, const float* sin, const T* qkv, long first, long end,
                    long head, T* attended) {
     const long D = block.head_dim, width = block.num_heads * D, n = end - first;
-    const long num_tiles = (n + TILE - 1) / TILE, tile_size = TILE * D;
+    const long num_tiles = (n + 2 * TILE - 1) / (2 * TILE) * 2, tile_size = TILE * D;  // in pairs
     const size_t pointer_floats = 2 * num_tiles * sizeof(T*) / sizeof(float);
     const size_t tiles_floats = (2 * num_tiles * tile_size + n * D + D) * sizeof(T) / sizeof(float);
     float* memory = thread_scratch().take<float>(pointer_floats + tiles_floats + 2 * LANES +
@@ -294,7 +319,7 @@ void attend_window(const VisionBlock& block, const float* cos, const float* sin,
         keys[t] = tiles + t * tile_size;
         values[t] = tiles + (num_tiles + t) * tile_size;
     }
-    if (n % TILE) std::memset((void*)keys[num_tiles - 1], 0, tile_size * sizeof(T));
+    for (long t = n / TILE; t < num_tiles; ++t) std::memset((void*)keys[t], 0, tile_size * sizeof(T));
     for (long i = 0; i < n; ++i) {
         const T* row = qkv + (first + i) * 3 * width + head * D;
         if (i + ROWS_AHEAD < n)
@@ -303,14 +328,15 @@ void attend_window(const VisionBlock& block, const float* cos, const float* sin,
         rotate(row, row_cos, row_sin, D, queries + i * D);
         rotate(row + width, row_cos, row_sin, D, key);
         store_key(key, D, i % TILE, const_cast<T*>(keys[i / TILE]));
-        store_value(row + 2 * width, D, i % TILE, const_cast<T*>(values[i / TILE]));
+        store_value(row + 2 * width, D, i, true, const_cast<T*>(values[i / TILE]));
     }
     const size_t used = pointer_floats + tiles_floats + 2 * LANES - 1;
     Attention<T> attention(D, block.scale, memory + used / LANES * LANES);
-    for (long from = 0; from < n; from += QUERIES) {
-        const long count = n - from < QUERIES ? n - from : QUERIES;
+    const long most = Attention<T>::most_queries(D);
+    for (long from = 0; from < n; from += most) {
+        const long count = std::min(most, n - from);
         attention.attend(
-            queries + from * D, count, Tiles<T>{keys, values}, [&](long) { return n; },
+            queries + from * D, count, Tiles<T>{keys, values, true}, [&](long) { return n; },
             [&](long i) { return attended + (first + from + i) * width + head * D; });
     }
 }

@@ -1,0 +1,131 @@
+// bf16 products in the tile registers of AMX: 16 rows x 16 outputs x 32 inputs an instruction.
+//
+// Rows are laid out for it first: [k / 32, rows, 32], so that 32 inputs of 16 rows are one tile whatever row it begins at,
+// with zeros where k ends early. A panel of a weight is two halves of 32 outputs, each [k / 2, 32, 2], k a whole number of
+// tiles. Each sum is made by the same instructions in the same order for any number of rows.
+
+#pragma once
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "simd.h"
+
+namespace triptych {
+
+constexpr long TILE_ROWS = 16, TILE_INPUTS = 32, TILE_STEPS = TILE_INPUTS / 2;
+constexpr long HALF = 32;  // outputs of half a panel: two tiles of them and two of rows make four of sums
+
+// Linux lends the registers to a process that asks for them.
+inline bool may_use_tiles() {
+    unsigned leaf = 7, features = 0, subleaf = 0, more = 0;
+    asm volatile("cpuid" : "+a"(leaf), "=b"(features), "+c"(subleaf), "=d"(more));
+    constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return (more & BF16) && (more & TILE) && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+inline bool& uses_tiles() {
+    static bool uses = may_use_tiles();
+    return uses;
+}
+
+// Whether products of T are made in tiles, which their weights are packed for.
+template <class T>
+inline bool in_tiles() {
+    return sizeof(T) == sizeof(bf16) && uses_tiles();
+}
+
+// The eight registers, as long as it lives: so many rows of so many bytes each.
+class TileRegisters {
+  public:
+    TileRegisters(const long (&rows)[8], const long (&bytes)[8]) {
+        struct alignas(64) {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } shape;
+        for (int i = 0; i < 8; ++i) {
+            shape.bytes[i] = bytes[i];
+            shape.rows[i] = rows[i];
+        }
+        _tile_loadconfig(&shape);
+    }
+    TileRegisters(const TileRegisters&) = delete;
+    TileRegisters& operator=(const TileRegisters&) = delete;
+    ~TileRegisters() { _tile_release(); }
+
+    // For `multiply_half`: 0 to 3 sums, 4 and 5 rows, 6 and 7 steps of a weight.
+    static TileRegisters for_linear(long rows) {
+        return {{rows, rows, rows, rows, rows, rows, TILE_STEPS, TILE_STEPS}, {64, 64, 64, 64, 64, 64, 64, 64}};
+    }
+};
+
+// Rows in the order of tiles: the next 32 inputs of a row lie `stride` rows further. That is an odd number of blocks of 32
+// rows: after an even one, neighbouring blocks would share the same few lines of the first cache.
+struct TiledRows {
+    bf16* data;
+    long stride;
+
+    static long stride_of(long num_rows) { return ((num_rows + 31) / 32 | 1) * 32; }
+    static long elements(long num_rows, long num_inputs) {
+        return (num_inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS * stride_of(num_rows);
+    }
+    bf16* at(long row, long tile) const { return data + (tile * stride + row) * TILE_INPUTS; }
+
+    void set(long row, const bf16* x, long num_inputs) const {
+        for (long k = 0; k < num_inputs; k += TILE_INPUTS) {
+            const long count = num_inputs - k;
+            const __mmask32 mask = count < TILE_INPUTS ? (1u << count) - 1 : ~0u;
+            _mm512_storeu_si512(at(row, k / TILE_INPUTS), _mm512_maskz_loadu_epi16(mask, x + k));
+        }
+    }
+};
+
+// sums (+)= HEIGHT tiles of rows times half a panel, over `count` tiles of inputs. Tile i of rows begins at rows[i], its
+// sums [rows of a tile, 64] at sums[i]. `lines` lines of `ahead` are fetched into the second cache at each tile.
+template <int HEIGHT>
+inline __attribute__((always_inline)) void multiply_half(const bf16* const (&rows)[HEIGHT], long row_stride,
+                                                         const bf16* half, long count, float* const (&sums)[HEIGHT],
+                                                         bool is_first, const bf16* ahead, long lines) {
+    constexpr long SUMS_STRIDE = 2 * HALF * sizeof(float), STEP_STRIDE = 2 * HALF * sizeof(bf16);
+    constexpr long LINE = 64 / sizeof(bf16), ROW_BYTES = TILE_INPUTS * sizeof(bf16);
+    if (is_first) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums[0], SUMS_STRIDE);
+        _tile_loadd(1, sums[0] + LANES, SUMS_STRIDE);
+        if (HEIGHT > 1) {
+            _tile_loadd(2, sums[HEIGHT - 1], SUMS_STRIDE);
+            _tile_loadd(3, sums[HEIGHT - 1] + LANES, SUMS_STRIDE);
+        }
+    }
+    for (long t = 0; t < count; ++t) {
+        for (long line = 0; line < lines; ++line)
+            _mm_prefetch((const char*)(ahead + (t * lines + line) * LINE), _MM_HINT_T1);
+        const bf16* weight = half + t * TILE_STEPS * 2 * HALF;
+        _tile_loadd(6, weight, STEP_STRIDE);
+        _tile_loadd(7, weight + LINE, STEP_STRIDE);
+        _tile_loadd(4, rows[0] + t * row_stride, ROW_BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (HEIGHT > 1) {
+            _tile_loadd(5, rows[HEIGHT - 1] + t * row_stride, ROW_BYTES);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums[0], SUMS_STRIDE);
+    _tile_stored(1, sums[0] + LANES, SUMS_STRIDE);
+    if (HEIGHT > 1) {
+        _tile_stored(2, sums[HEIGHT - 1], SUMS_STRIDE);
+        _tile_stored(3, sums[HEIGHT - 1] + LANES, SUMS_STRIDE);
+    }
+}
+
+}  // namespace triptych
