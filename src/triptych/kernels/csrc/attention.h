@@ -86,10 +86,8 @@ class Attention {
     // row sees more. out(i) is where its head_dim results go.
     template <class Visible, class Out>
     void attend(const T* query, long num_rows, const Tiles<T>& tiles, const Visible& visible, const Out& out) {
-        for (long i = 0; i < num_rows; ++i) {
-            maximum_[i] = -std::numeric_limits<float>::infinity();
-            sum_[i] = 0.0f;
-        }
+        std::fill_n(maximum_, TILED_QUERIES, -std::numeric_limits<float>::infinity());
+        std::fill_n(sum_, TILED_QUERIES, 0.0f);
         const long most = visible(num_rows - 1);
         if constexpr (sizeof(T) == sizeof(bf16)) {
             if (is_tiled(head_dim_)) {
@@ -108,7 +106,7 @@ class Attention {
             } else {
                 score(query, num_rows, keys, num_tiles);
             }
-            for (long i = 0; i < num_rows; ++i) weigh(i, visible(i) - first, num_tiles);
+            weigh(num_rows, [&](long i) { return visible(i) - first; }, num_tiles);
             if (num_rows <= FEW_QUERIES) {
                 add_values<FEW_QUERIES, 8>(num_rows, values, num_tiles);
             } else {
@@ -161,36 +159,74 @@ class Attention {
                 _mm512_storeu_ps(scores_ + (row + i) * SPAN + (first + j) * TILE, sums[i][j]);
     }
 
-    // Scores of row i, in powers of two, to weights 2^(score - maximum), zero from `visible` on; corrects what was summed before.
-    void weigh(long i, long visible, long num_tiles) {
-        const long num_seen = std::max(0L, std::min(visible, num_tiles * TILE));
-        const long num_full = num_seen / TILE, num_begun = (num_seen + TILE - 1) / TILE;
-        const __mmask16 rest = first_lanes(num_seen - num_full * TILE);
-        const float* scores = scores_ + i * SPAN;
-        T* weights = weights_ + i * SPAN;
-        __m512 highest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-        for (long t = 0; t < num_full; ++t) highest = _mm512_max_ps(highest, _mm512_loadu_ps(scores + t * TILE));
-        if (rest) highest = _mm512_mask_max_ps(highest, rest, highest, _mm512_loadu_ps(scores + num_full * TILE));
-        const float maximum = std::fmax(maximum_[i], _mm512_reduce_max_ps(highest) * scale_);
-        const __m512 scale = _mm512_set1_ps(scale_), shift = _mm512_set1_ps(maximum);
-        __m512 sum = _mm512_setzero_ps();
-        const auto weight = [&](long t) { return exp2<T>(_mm512_fmsub_ps(_mm512_loadu_ps(scores + t * TILE), scale, shift)); };
-        for (long t = 0; t < num_full; ++t) {
-            const __m512 full = weight(t);
-            sum = _mm512_add_ps(sum, full);
-            Number<T>::store(weights + t * TILE, full);
-        }
-        if (rest) {
-            const __m512 part = _mm512_maskz_mov_ps(rest, weight(num_full));
-            sum = _mm512_add_ps(sum, part);
-            Number<T>::store(weights + num_full * TILE, part);
-        }
-        for (long t = num_begun; t < num_tiles; ++t) Number<T>::store(weights + t * TILE, _mm512_setzero_ps());
-        // Before the first span the maximum is minus infinity, and there is nothing to correct.
-        correction_[i] = _mm512_cvtss_f32(exp2<float>(_mm512_set1_ps(std::fmax(maximum_[i] - maximum, -200.0f))));
-        maximum_[i] = maximum;
-        sum_[i] = sum_[i] * correction_[i] + _mm512_reduce_add_ps(sum);
+    // Scores, in powers of two, to weights 2^(score - maximum), zero from visible(i) on, for as many tiles; notes by what
+    // the sums before have to be corrected.
+    template <class Visible>
+    void weigh(long num_rows, const Visible& visible, long num_tiles) {
+        for (long row = 0; row < num_rows; row += LANES)
+            weigh_rows(row, std::min<long>(LANES, num_rows - row), visible, num_tiles);
     }
+
+    // Up to 16 rows: what there is one number a row of is worked on in the lanes of a vector.
+    template <class Visible>
+    void weigh_rows(long row, long num_rows, const Visible& visible, long num_tiles) {
+        alignas(64) float lanes[LANES][LANES];
+        for (long i = 0; i < num_rows; ++i) {
+            const float* scores = scores_ + (row + i) * SPAN;
+            const Seen seen(visible(row + i), num_tiles);
+            __m512 highest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+            for (long t = 0; t < seen.full; ++t) highest = _mm512_max_ps(highest, _mm512_loadu_ps(scores + t * TILE));
+            if (seen.rest)
+                highest = _mm512_mask_max_ps(highest, seen.rest, highest, _mm512_loadu_ps(scores + seen.full * TILE));
+            _mm512_store_ps(lanes[i], highest);
+        }
+        const __m512 before = _mm512_loadu_ps(maximum_ + row);
+        const __m512 highest = reduce_rows(lanes, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
+        const __m512 maximum = _mm512_max_ps(before, _mm512_mul_ps(highest, _mm512_set1_ps(scale_)));
+        // Before the first span the maximum is minus infinity, and there is nothing to correct.
+        const __m512 fall = _mm512_max_ps(_mm512_sub_ps(before, maximum), _mm512_set1_ps(-200.0f));
+        const __m512 correction = exp2<float>(fall);
+        _mm512_storeu_ps(maximum_ + row, maximum);
+        _mm512_storeu_ps(correction_ + row, correction);
+
+        for (long i = 0; i < num_rows; ++i) {
+            const float* scores = scores_ + (row + i) * SPAN;
+            T* weights = weights_ + (row + i) * SPAN;
+            const Seen seen(visible(row + i), num_tiles);
+            const __m512 scale = _mm512_set1_ps(scale_), shift = _mm512_set1_ps(maximum_[row + i]);
+            const auto weight = [&](long t) {
+                return exp2<T>(_mm512_fmsub_ps(_mm512_loadu_ps(scores + t * TILE), scale, shift));
+            };
+            __m512 sum = _mm512_setzero_ps();
+            for (long t = 0; t < seen.full; ++t) {
+                const __m512 full = weight(t);
+                sum = _mm512_add_ps(sum, full);
+                Number<T>::store(weights + t * TILE, full);
+            }
+            if (seen.rest) {
+                const __m512 part = _mm512_maskz_mov_ps(seen.rest, weight(seen.full));
+                sum = _mm512_add_ps(sum, part);
+                Number<T>::store(weights + seen.full * TILE, part);
+            }
+            for (long t = seen.begun; t < num_tiles; ++t) Number<T>::store(weights + t * TILE, _mm512_setzero_ps());
+            _mm512_store_ps(lanes[i], sum);
+        }
+        const __m512 sums = reduce_rows(lanes, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
+        _mm512_storeu_ps(sum_ + row, _mm512_fmadd_ps(_mm512_loadu_ps(sum_ + row), correction, sums));
+    }
+
+    // The tiles of a span that a row sees.
+    struct Seen {
+        long full, begun;
+        __mmask16 rest;  // of the one that it sees a part of
+
+        Seen(long visible, long num_tiles) {
+            const long count = std::max(0L, std::min(visible, num_tiles * TILE));
+            full = count / TILE;
+            begun = (count + TILE - 1) / TILE;
+            rest = first_lanes(count - full * TILE);
+        }
+    };
 
     // With few rows MOST_VECTORS are all that a head has, and each tile is read from start to end.
     template <int MOST_ROWS, int MOST_VECTORS>
@@ -232,7 +268,7 @@ class Attention {
         for (long first = 0; first < most; first += SPAN) {
             const long count = std::min(SPAN, most - first), num_tiles = (count + tokens - 1) / tokens * tokens / TILE;
             score_tiled<HEIGHT>(query, second, tiles.keys + first / TILE, (count + TILE - 1) / TILE);
-            for (long i = 0; i < num_rows; ++i) weigh(i, visible(i) - first, num_tiles);
+            weigh(num_rows, [&](long i) { return visible(i) - first; }, num_tiles);
             if (first)
                 for (long i = 0; i < num_rows; ++i) correct(i);
             add_values_tiled<HEIGHT>(second, tiles.values + first / TILE, num_tiles, tokens, first == 0);
@@ -273,6 +309,7 @@ class Attention {
     }
 
     void correct(long i) {
+        if (correction_[i] == 1.0f) return;
         float* row = output_ + i * head_dim_;
         const __m512 factor = _mm512_set1_ps(correction_[i]);
         for (long d = 0; d < head_dim_; d += LANES)

@@ -87,6 +87,25 @@ inline __m512 exp2(__m512 x) {
 
 constexpr float LOG2_E = 1.44269504f;
 
+// Lane i of the result is the 16 floats of row i, combined in the same order for every row.
+template <class Combine>
+inline __m512 reduce_rows(const float (&rows)[LANES][LANES], const Combine& combine) {
+    __m512 pairs[8], quads[4], eights[2];
+    for (int i = 0; i < 8; ++i) {
+        const __m512 a = _mm512_load_ps(rows[2 * i]), b = _mm512_load_ps(rows[2 * i + 1]);
+        pairs[i] = combine(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    }
+    for (int i = 0; i < 4; ++i) {
+        const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+        quads[i] = combine(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const auto fold = [&](__m512 a, __m512 b) {
+        return combine(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    };
+    for (int i = 0; i < 2; ++i) eights[i] = fold(quads[2 * i], quads[2 * i + 1]);
+    return fold(eights[0], eights[1]);
+}
+
 // body(std::integral_constant<int, count>()) for a count in 1..MOST.
 template <int MOST, class Body>
 inline void with_count(long count, const Body& body) {
