@@ -63,27 +63,6 @@ class TileRegisters {
     }
 };
 
-// Rows in the order of tiles: the next 32 inputs of a row lie `stride` rows further. That is an odd number of blocks of 32
-// rows: after an even one, neighbouring blocks would share the same few lines of the first cache.
-struct TiledRows {
-    bf16* data;
-    long stride;
-
-    static long stride_of(long num_rows) { return ((num_rows + 31) / 32 | 1) * 32; }
-    static long elements(long num_rows, long num_inputs) {
-        return (num_inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS * stride_of(num_rows);
-    }
-    bf16* at(long row, long tile) const { return data + (tile * stride + row) * TILE_INPUTS; }
-
-    void set(long row, const bf16* x, long num_inputs) const {
-        for (long k = 0; k < num_inputs; k += TILE_INPUTS) {
-            const long count = num_inputs - k;
-            const __mmask32 mask = count < TILE_INPUTS ? (1u << count) - 1 : ~0u;
-            _mm512_storeu_si512(at(row, k / TILE_INPUTS), _mm512_maskz_loadu_epi16(mask, x + k));
-        }
-    }
-};
-
 // sums (+)= HEIGHT tiles of rows times half a panel, over `count` tiles of inputs. Tile i of rows begins at rows[i], its
 // sums [rows of a tile, 64] at sums[i]. `lines` lines of `ahead` are fetched into the second cache at each tile.
 template <int HEIGHT>

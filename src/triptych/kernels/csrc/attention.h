@@ -83,7 +83,7 @@ class Attention {
     static long most_queries(long head_dim) { return is_tiled(head_dim) ? TILED_QUERIES : QUERIES; }
 
     // Rows i < num_rows <= most_queries of `query`, head_dim apart; row i sees the first visible(i) tokens, and no earlier
-    // row sees more. out(i) is where its head_dim results go.
+    // row sees more. out(i, d) is where 16 of its head_dim results go, from d on.
     template <class Visible, class Out>
     void attend(const T* query, long num_rows, const Tiles<T>& tiles, const Visible& visible, const Out& out) {
         std::fill_n(maximum_, TILED_QUERIES, -std::numeric_limits<float>::infinity());
@@ -121,9 +121,8 @@ class Attention {
     void write(long num_rows, const Out& out) const {
         for (long i = 0; i < num_rows; ++i) {
             const __m512 inverse = _mm512_set1_ps(1.0f / sum_[i]);
-            T* row = out(i);
             for (long d = 0; d < head_dim_; d += LANES)
-                Number<T>::store(row + d, _mm512_mul_ps(_mm512_loadu_ps(output_ + i * head_dim_ + d), inverse));
+                Number<T>::store(out(i, d), _mm512_mul_ps(_mm512_loadu_ps(output_ + i * head_dim_ + d), inverse));
         }
     }
 

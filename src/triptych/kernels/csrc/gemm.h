@@ -9,6 +9,7 @@
 
 #include "amx.h"
 #include "parallel.h"
+#include "scratch.h"
 #include "simd.h"
 
 namespace triptych {
@@ -41,6 +42,33 @@ struct Weight {
         constexpr long step = Number<T>::step;
         const long width = in_tiles<T>() ? HALF : PANEL;
         return ((c / width * num_steps() + k / step) * width + c % width) * step + k % step;
+    }
+};
+
+// What a product takes: rows of `width` elements, one after the other. For tile registers they lie in tiles instead: the
+// next 32 elements of a row are `stride` rows further, zeros where `width` ends early. That is an odd number of blocks of
+// 32 rows: after an even one, neighbouring blocks would share the same few lines of the first cache.
+template <class T>
+struct Rows {
+    T* data;
+    long width;
+    long stride;  // 0: one after the other
+
+    static long stride_of(long num_rows) { return in_tiles<T>() ? ((num_rows + 31) / 32 | 1) * 32 : 0; }
+
+    // Uninitialised, in the order that products want.
+    static Rows make(Scratch& scratch, long num_rows, long width) {
+        const long stride = stride_of(num_rows), num_tiles = (width + TILE_INPUTS - 1) / TILE_INPUTS;
+        Rows rows{scratch.take<T>(stride ? num_tiles * stride * TILE_INPUTS : num_rows * width), width, stride};
+        if (stride && width % TILE_INPUTS)
+            std::memset((void*)rows.at(0, width / TILE_INPUTS * TILE_INPUTS), 0, stride * TILE_INPUTS * sizeof(T));
+        return rows;
+    }
+
+    // A vector from `column` on, a multiple of 16, is in one piece.
+    T* at(long row, long column) const {
+        if (!stride) return data + row * width + column;
+        return data + (column / TILE_INPUTS * stride + row) * TILE_INPUTS + column % TILE_INPUTS;
     }
 };
 
@@ -92,7 +120,7 @@ inline void tile(const T* x, long ldx, long first_row, const T* panel, long k, l
 // finish(row, panel, sums[VECTORS]) is called once for each row and panel in [first_panel, end_panel); expect(row, panel)
 // before the last of the products, so that what `finish` reads and writes can be on its way meanwhile.
 template <class T, class Expect, class Finish>
-void multiply_panels(const T* x, long ldx, long num_rows, const Weight<T>& weight, long first_panel, long end_panel,
+void multiply_panels(const Rows<T>& x, long num_rows, const Weight<T>& weight, long first_panel, long end_panel,
                      float* partial, const Expect& expect, const Finish& finish) {
     constexpr long ldb = PANEL * Number<T>::step;
     const long num_steps = weight.num_steps(), num_tiles = (num_rows + ROWS - 1) / ROWS;
@@ -109,7 +137,7 @@ void multiply_panels(const T* x, long ldx, long num_rows, const Weight<T>& weigh
                 const long line = t * VECTORS / num_tiles, lines = (t + 1) * VECTORS / num_tiles - line;
                 const auto run = [&](auto count, auto ahead) {
                     tile<T, decltype(count)::value, decltype(ahead)>(
-                        x, ldx, row, panel, k, steps, p, partial, k == 0, k + steps == num_steps,
+                        x.data, x.width, row, panel, k, steps, p, partial, k == 0, k + steps == num_steps,
                         next + line * (64 / sizeof(T)), expect, finish);
                 };
                 with_count<ROWS>(rows, [&](auto count) {
@@ -138,7 +166,7 @@ inline long tiled_sums(long num_rows) {
 }
 
 template <class Expect, class Finish>
-void multiply_tiled(const TiledRows& x, long first_row, long num_rows, const Weight<bf16>& weight, long first_panel,
+void multiply_tiled(const Rows<bf16>& x, long first_row, long num_rows, const Weight<bf16>& weight, long first_panel,
                     long num_panels, float* sums, const Expect& expect, const Finish& finish) {
     const long height = std::min(num_rows, TILE_ROWS), num_row_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
     const long num_tiles = weight.num_tiles(), half_elements = num_tiles * TILE_STEPS * 2 * HALF;
@@ -149,7 +177,8 @@ void multiply_tiled(const TiledRows& x, long first_row, long num_rows, const Wei
         const long count = std::min(slice, num_tiles - k);
         for (long tile = 0; tile < num_row_tiles; tile += 2) {
             const bool is_pair = tile + 1 < num_row_tiles;
-            const bf16* const rows[2] = {x.at(first_row + begin(tile), k), x.at(first_row + begin(tile + 1), k)};
+            const bf16* const rows[2] = {x.at(first_row + begin(tile), k * TILE_INPUTS),
+                                          x.at(first_row + begin(tile + 1), k * TILE_INPUTS)};
             for (long p = 0; p < num_panels; ++p) {
                 float* const places[2] = {sums + (p * num_row_tiles + tile) * TILE_ROWS * PANEL,
                                           sums + (p * num_row_tiles + tile + 1) * TILE_ROWS * PANEL};
@@ -179,6 +208,18 @@ void multiply_tiled(const TiledRows& x, long first_row, long num_rows, const Wei
                 }
             }
         }
+    }
+}
+// All panels in [first_panel, end_panel). Rows in parts of equal size, so that none is shorter than a tile.
+template <class Expect, class Finish>
+void multiply_panels_tiled(const Rows<bf16>& x, long num_rows, const Weight<bf16>& weight, long first_panel,
+                           long end_panel, float* sums, const Expect& expect, const Finish& finish) {
+    const long parts = (num_rows + TILED_ROWS - 1) / TILED_ROWS;
+    for (long part = 0; part < parts; ++part) {
+        const long first = num_rows * part / parts, count = num_rows * (part + 1) / parts - first;
+        const auto registers = TileRegisters::for_linear(std::min(count, TILE_ROWS));
+        for (long p = first_panel; p < end_panel; p += TILED_PANELS)
+            multiply_tiled(x, first, count, weight, p, std::min(TILED_PANELS, end_panel - p), sums, expect, finish);
     }
 }
 

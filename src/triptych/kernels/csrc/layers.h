@@ -56,7 +56,7 @@ struct VisionBlock {
 };
 
 struct Buffers {
-    Scratch normed, projected, queries, attended, hidden, tiled;
+    Scratch normed, projected, queries, attended, hidden;
 };
 
 inline Buffers& buffers() {
@@ -71,36 +71,27 @@ inline Scratch& thread_scratch() {
 
 // -- linear layers ----------------------------------------------------------------------------------------------------
 
-template <class Expect, class Finish>
-void tiled_linear(const bf16* x, long num_rows, const Weight<bf16>& weight, const Expect& expect, const Finish& finish) {
-    const long elements = TiledRows::elements(num_rows, weight.num_inputs);
-    const TiledRows rows{buffers().tiled.take<bf16>(elements), TiledRows::stride_of(num_rows)};
-    for_each_part(num_rows, [&](long first, long end) {
-        for (long row = first; row < end; ++row) rows.set(row, x + row * weight.num_inputs, weight.num_inputs);
-    });
-    const long chunks = (num_rows + TILED_ROWS - 1) / TILED_ROWS;
-    for_each_part(weight.num_panels(), [&](long first_panel, long end_panel) {
-        float* sums = thread_scratch().take<float>(tiled_sums(num_rows));
-        for (long c = 0; c < chunks; ++c) {
-            const long first = num_rows * c / chunks, end = num_rows * (c + 1) / chunks;
-            const auto registers = TileRegisters::for_linear(std::min(end - first, TILE_ROWS));
-            for (long p = first_panel; p < end_panel; p += TILED_PANELS)
-                multiply_tiled(rows, first, end - first, weight, p, std::min(TILED_PANELS, end_panel - p), sums, expect,
-                               finish);
+template <class T, class Expect, class Finish>
+void linear(const Rows<T>& x, long num_rows, const Linear& layer, const Expect& expect, const Finish& finish) {
+    const Weight<T> weight{static_cast<const T*>(layer.panels), layer.num_outputs, layer.num_inputs};
+    for_each_part(weight.num_panels(), [&](long first, long end) {
+        if constexpr (sizeof(T) == sizeof(bf16)) {
+            if (x.stride) {
+                float* sums = thread_scratch().take<float>(tiled_sums(num_rows));
+                return multiply_panels_tiled(x, num_rows, weight, first, end, sums, expect, finish);
+            }
         }
+        float* partial = thread_scratch().take<float>(num_rows * PANEL);
+        multiply_panels(x, num_rows, weight, first, end, partial, expect, finish);
     });
 }
 
-template <class T, class Expect, class Finish>
-void linear(const T* x, long num_rows, const Linear& layer, const Expect& expect, const Finish& finish) {
-    const Weight<T> weight{static_cast<const T*>(layer.panels), layer.num_outputs, layer.num_inputs};
-    if constexpr (sizeof(T) == sizeof(bf16)) {
-        if (uses_tiles()) return tiled_linear(x, num_rows, weight, expect, finish);
+template <class T>
+void copy_row(const T* x, long row, const Rows<T>& out) {
+    for (long i = 0; i < out.width; i += LANES) {
+        const __mmask16 mask = first_lanes(out.width - i);
+        Number<T>::store(mask, out.at(row, i), Number<T>::load(mask, x + i));
     }
-    for_each_part(weight.num_panels(), [&](long first, long end) {
-        float* partial = thread_scratch().take<float>(num_rows * PANEL);
-        multiply_panels(x, layer.num_inputs, num_rows, weight, first, end, partial, expect, finish);
-    });
 }
 
 template <class T>
@@ -109,22 +100,32 @@ inline __m512 biased(__m512 sum, const Linear& layer, __mmask16 mask, long colum
     return _mm512_add_ps(sum, Number<T>::load(mask, static_cast<const T*>(layer.bias) + column));
 }
 
+// The outputs of a panel, WIDTH of them, on their way before they are written.
+template <class T, long WIDTH>
+struct Expected {
+    const Rows<T>& out;
+
+    void operator()(long row, long panel) const {
+        constexpr long LINE = 64 / sizeof(T);
+        for (long column = panel * WIDTH; column < panel * WIDTH + WIDTH; column += LINE)
+            _mm_prefetch((const char*)out.at(row, column), _MM_HINT_T0);
+    }
+};
+
 // store(place, mask, value) for 16 outputs at a time, which belong at `place` in out [num_rows, num_outputs]
 template <class T, class Out, class Store>
-void linear_into(const T* x, long num_rows, const Linear& layer, Out* out, const Store& store) {
-    const auto place = [&](long row, long panel) { return out + row * layer.num_outputs + panel * PANEL; };
-    const auto expect = [&](long row, long panel) { prefetch_row(place(row, panel), PANEL); };
-    linear(x, num_rows, layer, expect, [&](long row, long panel, const __m512* sums) {
+void linear_into(const Rows<T>& x, long num_rows, const Linear& layer, const Rows<Out>& out, const Store& store) {
+    linear(x, num_rows, layer, Expected<Out, PANEL>{out}, [&](long row, long panel, const __m512* sums) {
         for (int j = 0; j < VECTORS; ++j) {
             const long column = panel * PANEL + j * LANES;
             const __mmask16 mask = first_lanes(layer.num_outputs - column);
-            if (mask) store(place(row, panel) + j * LANES, mask, biased<T>(sums[j], layer, mask, column));
+            if (mask) store(out.at(row, column), mask, biased<T>(sums[j], layer, mask, column));
         }
     });
 }
 
 template <class T, class Out>
-void linear_to(const T* x, long num_rows, const Linear& layer, Activation activation, Out* out) {
+void linear_to(const Rows<T>& x, long num_rows, const Linear& layer, Activation activation, const Rows<Out>& out) {
     linear_into(x, num_rows, layer, out, [&](Out* place, __mmask16 mask, __m512 v) {
         if (activation == SILU) v = silu<T>(v);
         if (activation == GELU_TANH) v = gelu_tanh<T>(v);
@@ -133,25 +134,22 @@ void linear_to(const T* x, long num_rows, const Linear& layer, Activation activa
 }
 
 template <class T>
-void linear_added(const T* x, long num_rows, const Linear& layer, T* sum) {
-    linear_into(x, num_rows, layer, sum, [&](T* place, __mmask16 mask, __m512 v) {
+void linear_added(const Rows<T>& x, long num_rows, const Linear& layer, T* sum) {
+    linear_into(x, num_rows, layer, Rows<T>{sum, layer.num_outputs, 0}, [&](T* place, __mmask16 mask, __m512 v) {
         Number<T>::store(mask, place, _mm512_add_ps(v, Number<T>::load(mask, place)));
     });
 }
 
 // out [num_rows, intermediate] = silu(gate) * up
 template <class T>
-void gated(const T* x, long num_rows, const Linear& layer, long intermediate, T* out) {
-    const auto expect = [&](long row, long panel) {
-        prefetch_row(out + row * intermediate + panel * (PANEL / 2), PANEL / 2);
-    };
-    linear(x, num_rows, layer, expect, [&](long row, long panel, const __m512* sums) {
+void gated(const Rows<T>& x, long num_rows, const Linear& layer, const Rows<T>& out) {
+    linear(x, num_rows, layer, Expected<T, PANEL / 2>{out}, [&](long row, long panel, const __m512* sums) {
         for (int j = 0; j < VECTORS / 2; ++j) {
             const long place = panel * PANEL + j * LANES, column = panel * (PANEL / 2) + j * LANES;
-            const __mmask16 mask = first_lanes(intermediate - column);
+            const __mmask16 mask = first_lanes(out.width - column);
             const __m512 gate = biased<T>(sums[j], layer, 0xffff, place);
             const __m512 up = biased<T>(sums[j + VECTORS / 2], layer, 0xffff, place + PANEL / 2);
-            Number<T>::store(mask, out + row * intermediate + column, _mm512_mul_ps(silu<T>(gate), up));
+            if (mask) Number<T>::store(mask, out.at(row, column), _mm512_mul_ps(silu<T>(gate), up));
         }
     });
 }
@@ -182,7 +180,9 @@ void store_kv(const DecoderLayer& layer, const Step& step, const T* key_value, c
                 prefetch_row(source + ROWS_AHEAD * width, D);
                 prefetch_row(source + ROWS_AHEAD * width + layer.num_kv_heads * D, D);
             }
-            if (layer.key_norm) rms_norm(source, static_cast<const T*>(layer.key_norm), D, layer.norm_eps, key);
+            if (layer.key_norm)
+                rms_norm(source, static_cast<const T*>(layer.key_norm), D, layer.norm_eps,
+                         [&](long d) { return key + d; });
             rotate(layer.key_norm ? key : source, step.cos + row * D, step.sin + row * D, D, key);
             const long block = step.slots[row] / step.block_size, offset = step.slots[row] % step.block_size;
             const long tile = offset / TILE * TILE * D;
@@ -202,7 +202,9 @@ void prepare_queries(const DecoderLayer& layer, const Step& step, long n, const 
             for (long head = 0; head < layer.num_heads; ++head) {
                 const T* source = projected + (i * layer.num_heads + head) * D;
                 T* target = queries + ((head / group * n + i) * group + head % group) * D;
-                if (layer.query_norm) rms_norm(source, static_cast<const T*>(layer.query_norm), D, layer.norm_eps, target);
+                if (layer.query_norm)
+                    rms_norm(source, static_cast<const T*>(layer.query_norm), D, layer.norm_eps,
+                             [&](long d) { return target + d; });
                 rotate(layer.query_norm ? target : source, step.cos + row * D, step.sin + row * D, D, target);
             }
         }
@@ -212,7 +214,7 @@ void prepare_queries(const DecoderLayer& layer, const Step& step, long n, const 
 // attended [n, heads, D]
 template <class T>
 void attend_blocks(const DecoderLayer& layer, const Step& step, long n, const T* queries, const KVPlace<T>& kv,
-                   T* attended) {
+                   const Rows<T>& attended) {
     const long D = layer.head_dim, group = layer.num_heads / layer.num_kv_heads, tiles_a_block = step.block_size / TILE;
     for_each(step.num_queries * layer.num_kv_heads, [&](long task) {
         const Query& query = step.queries[task / layer.num_kv_heads];
@@ -236,23 +238,24 @@ void attend_blocks(const DecoderLayer& layer, const Step& step, long n, const T*
             attention.attend(
                 rows + first * D, count, Tiles<T>{keys, values, kv.in_pairs()},
                 [&](long i) { return query.context + (first + i) / group + 1; },
-                [&](long i) {
+                [&](long i, long d) {
                     const long row = query.first_row + (first + i) / group;
-                    return attended + (row * layer.num_heads + head * group + (first + i) % group) * D;
+                    return attended.at(row, (head * group + (first + i) % group) * D + d);
                 });
         }
     });
 }
 
 template <class T>
-void norm_rows(const T* x, long num_rows, const void* weight, const void* bias, long size, float eps, T* out) {
+void norm_rows(const T* x, long num_rows, const void* weight, const void* bias, float eps, const Rows<T>& out) {
+    const long size = out.width;
     for_each_part(num_rows, [&](long first, long end) {
-        for (long i = first; i < end; ++i) {
+        for (long row = first; row < end; ++row) {
+            const auto place = [&](long column) { return out.at(row, column); };
             if (bias) {
-                layer_norm(x + i * size, static_cast<const T*>(weight), static_cast<const T*>(bias), size, eps,
-                           out + i * size);
+                layer_norm(x + row * size, static_cast<const T*>(weight), static_cast<const T*>(bias), size, eps, place);
             } else {
-                rms_norm(x + i * size, static_cast<const T*>(weight), size, eps, out + i * size);
+                rms_norm(x + row * size, static_cast<const T*>(weight), size, eps, place);
             }
         }
     });
@@ -273,28 +276,28 @@ void decoder_layer(const DecoderLayer& layer, const Step& step, T* kv_layer, T* 
     const long heads_width = layer.num_heads * layer.head_dim, kv_width = 2 * layer.num_kv_heads * layer.head_dim;
     const KVPlace<T> kv{kv_layer, step.block_stride, step.block_size, layer.num_kv_heads, layer.head_dim};
     Buffers& b = buffers();
-    T* normed = b.normed.take<T>(step.num_rows * layer.hidden);
+    Rows<T> normed = Rows<T>::make(b.normed, step.num_rows, layer.hidden);
     T* projected = b.projected.take<T>(step.num_rows * (heads_width > kv_width ? heads_width : kv_width));
 
-    norm_rows(hidden, step.num_rows, layer.input_norm, nullptr, layer.hidden, layer.norm_eps, normed);
-    linear_to(normed, step.num_rows, layer.key_value, NONE, projected);
+    norm_rows(hidden, step.num_rows, layer.input_norm, nullptr, layer.norm_eps, normed);
+    linear_to(normed, step.num_rows, layer.key_value, NONE, Rows<T>{projected, kv_width, 0});
     store_kv(layer, step, projected, kv);
     if (n == 0) return;
     if (step.selected) {
-        T* copy = b.hidden.take<T>(n * layer.hidden);
-        select_rows(step.selected, n, layer.hidden, normed, copy);
-        select_rows(step.selected, n, layer.hidden, hidden, copy);
+        select_rows(step.selected, n, layer.hidden, hidden, b.hidden.take<T>(n * layer.hidden));
+        normed = Rows<T>::make(b.normed, n, layer.hidden);
+        norm_rows(hidden, n, layer.input_norm, nullptr, layer.norm_eps, normed);
     }
     T* queries = b.queries.take<T>(n * heads_width);
-    T* attended = b.attended.take<T>(n * heads_width);
-    linear_to(normed, n, layer.query, NONE, projected);
+    const Rows<T> attended = Rows<T>::make(b.attended, n, heads_width);
+    linear_to(normed, n, layer.query, NONE, Rows<T>{projected, heads_width, 0});
     prepare_queries(layer, step, n, projected, queries);
     attend_blocks(layer, step, n, queries, kv, attended);
     linear_added(attended, n, layer.output, hidden);
 
-    T* inner = b.hidden.take<T>(n * layer.intermediate);
-    norm_rows(hidden, n, layer.output_norm, nullptr, layer.hidden, layer.norm_eps, normed);
-    gated(normed, n, layer.gate_up, layer.intermediate, inner);
+    const Rows<T> inner = Rows<T>::make(b.hidden, n, layer.intermediate);
+    norm_rows(hidden, n, layer.output_norm, nullptr, layer.norm_eps, normed);
+    gated(normed, n, layer.gate_up, inner);
     linear_added(inner, n, layer.down, hidden);
 }
 
@@ -303,7 +306,7 @@ void decoder_layer(const DecoderLayer& layer, const Step& step, T* kv_layer, T* 
 // One head of rows [first, end): its keys and values go into tiles, its queries are rotated, all rows see each other.
 template <class T>
 void attend_window(const VisionBlock& block, const float* cos, const float* sin, const T* qkv, long first, long end,
-                   long head, T* attended) {
+                   long head, const Rows<T>& attended) {
     const long D = block.head_dim, width = block.num_heads * D, n = end - first;
     const long num_tiles = (n + 2 * TILE - 1) / (2 * TILE) * 2, tile_size = TILE * D;  // in pairs
     const size_t pointer_floats = 2 * num_tiles * sizeof(T*) / sizeof(float);
@@ -337,7 +340,7 @@ void attend_window(const VisionBlock& block, const float* cos, const float* sin,
         const long count = std::min(most, n - from);
         attention.attend(
             queries + from * D, count, Tiles<T>{keys, values, true}, [&](long) { return n; },
-            [&](long i) { return attended + (first + from + i) * width + head * D; });
+            [&](long i, long d) { return attended.at(first + from + i, head * D + d); });
     }
 }
 
@@ -347,26 +350,40 @@ void vision_block(const VisionBlock& block, const float* cos, const float* sin, 
                   long num_windows, T* hidden) {
     const long num_rows = bounds[num_windows], width = block.num_heads * block.head_dim;
     Buffers& b = buffers();
-    T* normed = b.normed.take<T>(num_rows * block.hidden);
+    const Rows<T> normed = Rows<T>::make(b.normed, num_rows, block.hidden);
+    const Rows<T> attended = Rows<T>::make(b.attended, num_rows, width);
     T* qkv = b.projected.take<T>(num_rows * 3 * width);
-    T* attended = b.attended.take<T>(num_rows * width);
 
-    norm_rows(hidden, num_rows, block.norm1_weight, block.norm1_bias, block.hidden, block.norm_eps, normed);
-    linear_to(normed, num_rows, block.qkv, NONE, qkv);
+    norm_rows(hidden, num_rows, block.norm1_weight, block.norm1_bias, block.norm_eps, normed);
+    linear_to(normed, num_rows, block.qkv, NONE, Rows<T>{qkv, 3 * width, 0});
     for_each(num_windows * block.num_heads, [&](long task) {
         const long window = task / block.num_heads, head = task % block.num_heads;
         attend_window(block, cos, sin, qkv, bounds[window], bounds[window + 1], head, attended);
     });
     linear_added(attended, num_rows, block.projection, hidden);
 
-    T* inner = b.hidden.take<T>(num_rows * block.intermediate);
-    norm_rows(hidden, num_rows, block.norm2_weight, block.norm2_bias, block.hidden, block.norm_eps, normed);
+    const Rows<T> inner = Rows<T>::make(b.hidden, num_rows, block.intermediate);
+    norm_rows(hidden, num_rows, block.norm2_weight, block.norm2_bias, block.norm_eps, normed);
     if (block.gated) {
-        gated(normed, num_rows, block.up, block.intermediate, inner);
+        gated(normed, num_rows, block.up, inner);
     } else {
         linear_to(normed, num_rows, block.up, static_cast<Activation>(block.activation), inner);
     }
     linear_added(inner, num_rows, block.down, hidden);
+}
+
+// -- a linear layer or a norm of its own --------------------------------------------------------------------------------
+
+template <class T, class Out>
+void linear_alone(const Linear& layer, const T* x, long num_rows, Activation activation, Out* out) {
+    Rows<T> rows{const_cast<T*>(x), layer.num_inputs, 0};
+    if (in_tiles<T>()) {
+        rows = Rows<T>::make(buffers().normed, num_rows, layer.num_inputs);
+        for_each_part(num_rows, [&](long first, long end) {
+            for (long row = first; row < end; ++row) copy_row(x + row * layer.num_inputs, row, rows);
+        });
+    }
+    linear_to(rows, num_rows, layer, activation, Rows<Out>{out, layer.num_outputs, 0});
 }
 
 }  // namespace triptych

@@ -17,16 +17,16 @@ using namespace triptych;
     }                                                                                                                  \
     TRIPTYCH_EXPORT void triptych_linear_##name(const Linear* layer, const void* x, int64_t num_rows,                  \
                                                 int64_t activation, void* out) {                                       \
-        linear_to(static_cast<const T*>(x), num_rows, *layer, static_cast<Activation>(activation),                     \
-                  static_cast<T*>(out));                                                                               \
+        linear_alone(*layer, static_cast<const T*>(x), num_rows, static_cast<Activation>(activation),                  \
+                     static_cast<T*>(out));                                                                            \
     }                                                                                                                  \
     TRIPTYCH_EXPORT void triptych_linear_float_##name(const Linear* layer, const void* x, int64_t num_rows,            \
                                                       float* out) {                                                    \
-        linear_to(static_cast<const T*>(x), num_rows, *layer, NONE, out);                                              \
+        linear_alone(*layer, static_cast<const T*>(x), num_rows, NONE, out);                                           \
     }                                                                                                                  \
     TRIPTYCH_EXPORT void triptych_norm_##name(const void* x, int64_t num_rows, const void* weight, const void* bias,   \
                                               int64_t size, double eps, void* out) {                                   \
-        norm_rows(static_cast<const T*>(x), num_rows, weight, bias, size, eps, static_cast<T*>(out));                  \
+        norm_rows(static_cast<const T*>(x), num_rows, weight, bias, eps, Rows<T>{static_cast<T*>(out), size, 0});      \
     }                                                                                                                  \
     TRIPTYCH_EXPORT void triptych_decoder_layer_##name(const DecoderLayer* layer, const Step* step, void* kv,          \
                                                        void* hidden) {                                                 \

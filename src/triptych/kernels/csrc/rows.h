@@ -8,9 +8,9 @@
 
 namespace triptych {
 
-// out = x / rms(x) * weight
-template <class T>
-void rms_norm(const T* x, const T* weight, long size, float eps, T* out) {
+// out = x / rms(x) * weight; out(i) is the place of the 16 elements from i on
+template <class T, class Out>
+void rms_norm(const T* x, const T* weight, long size, float eps, const Out& out) {
     __m512 sum = _mm512_setzero_ps();
     for (long i = 0; i < size; i += LANES) {
         const __m512 v = Number<T>::load(first_lanes(size - i), x + i);
@@ -20,13 +20,13 @@ void rms_norm(const T* x, const T* weight, long size, float eps, T* out) {
     for (long i = 0; i < size; i += LANES) {
         const __mmask16 mask = first_lanes(size - i);
         const __m512 v = _mm512_mul_ps(Number<T>::load(mask, x + i), inverse);
-        Number<T>::store(mask, out + i, _mm512_mul_ps(v, Number<T>::load(mask, weight + i)));
+        Number<T>::store(mask, out(i), _mm512_mul_ps(v, Number<T>::load(mask, weight + i)));
     }
 }
 
-// out = (x - mean) / deviation * weight + bias
-template <class T>
-void layer_norm(const T* x, const T* weight, const T* bias, long size, float eps, T* out) {
+// out = (x - mean) / deviation * weight + bias; out as above
+template <class T, class Out>
+void layer_norm(const T* x, const T* weight, const T* bias, long size, float eps, const Out& out) {
     __m512 sum = _mm512_setzero_ps();
     for (long i = 0; i < size; i += LANES) sum = _mm512_add_ps(sum, Number<T>::load(first_lanes(size - i), x + i));
     const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / size);
@@ -40,7 +40,7 @@ void layer_norm(const T* x, const T* weight, const T* bias, long size, float eps
     for (long i = 0; i < size; i += LANES) {
         const __mmask16 mask = first_lanes(size - i);
         const __m512 v = _mm512_mul_ps(_mm512_sub_ps(Number<T>::load(mask, x + i), mean), inverse);
-        Number<T>::store(mask, out + i,
+        Number<T>::store(mask, out(i),
                          _mm512_fmadd_ps(v, Number<T>::load(mask, weight + i), Number<T>::load(mask, bias + i)));
     }
 }
