@@ -51,6 +51,7 @@ class TileRegisters {
             shape.bytes[i] = bytes[i];
             shape.rows[i] = rows[i];
         }
+        asm volatile("" : : "r"(&shape) : "memory");  // the intrinsic tells the compiler of its first bytes only
         _tile_loadconfig(&shape);
     }
     TileRegisters(const TileRegisters&) = delete;
@@ -63,14 +64,17 @@ class TileRegisters {
     }
 };
 
+constexpr long LINE = 64 / sizeof(bf16);  // elements
+constexpr long AHEAD_LINES = 2;           // that are fetched into the second cache with each tile of inputs
+
 // sums (+)= HEIGHT tiles of rows times half a panel, over `count` tiles of inputs. Tile i of rows begins at rows[i], its
-// sums [rows of a tile, 64] at sums[i]. `lines` lines of `ahead` are fetched into the second cache at each tile.
+// sums [rows of a tile, 64] at sums[i]. `ahead` is needed soon.
 template <int HEIGHT>
 inline __attribute__((always_inline)) void multiply_half(const bf16* const (&rows)[HEIGHT], long row_stride,
                                                          const bf16* half, long count, float* const (&sums)[HEIGHT],
-                                                         bool is_first, const bf16* ahead, long lines) {
+                                                         bool is_first, const bf16* ahead) {
     constexpr long SUMS_STRIDE = 2 * HALF * sizeof(float), STEP_STRIDE = 2 * HALF * sizeof(bf16);
-    constexpr long LINE = 64 / sizeof(bf16), ROW_BYTES = TILE_INPUTS * sizeof(bf16);
+    constexpr long ROW_BYTES = TILE_INPUTS * sizeof(bf16);
     if (is_first) {
         _tile_zero(0);
         _tile_zero(1);
@@ -78,33 +82,29 @@ inline __attribute__((always_inline)) void multiply_half(const bf16* const (&row
         _tile_zero(3);
     } else {
         _tile_loadd(0, sums[0], SUMS_STRIDE);
+        if (HEIGHT > 1) _tile_loadd(2, sums[HEIGHT - 1], SUMS_STRIDE);
         _tile_loadd(1, sums[0] + LANES, SUMS_STRIDE);
-        if (HEIGHT > 1) {
-            _tile_loadd(2, sums[HEIGHT - 1], SUMS_STRIDE);
-            _tile_loadd(3, sums[HEIGHT - 1] + LANES, SUMS_STRIDE);
-        }
+        if (HEIGHT > 1) _tile_loadd(3, sums[HEIGHT - 1] + LANES, SUMS_STRIDE);
     }
     for (long t = 0; t < count; ++t) {
-        for (long line = 0; line < lines; ++line)
-            _mm_prefetch((const char*)(ahead + (t * lines + line) * LINE), _MM_HINT_T1);
+        for (long line = 0; line < AHEAD_LINES; ++line)
+            _mm_prefetch((const char*)(ahead + (t * AHEAD_LINES + line) * LINE), _MM_HINT_T1);
         const bf16* weight = half + t * TILE_STEPS * 2 * HALF;
         _tile_loadd(6, weight, STEP_STRIDE);
-        _tile_loadd(7, weight + LINE, STEP_STRIDE);
         _tile_loadd(4, rows[0] + t * row_stride, ROW_BYTES);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
         if (HEIGHT > 1) {
             _tile_loadd(5, rows[HEIGHT - 1] + t * row_stride, ROW_BYTES);
             _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
         }
+        _tile_loadd(7, weight + LINE, STEP_STRIDE);
+        _tile_dpbf16ps(1, 4, 7);
+        if (HEIGHT > 1) _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, sums[0], SUMS_STRIDE);
+    if (HEIGHT > 1) _tile_stored(2, sums[HEIGHT - 1], SUMS_STRIDE);
     _tile_stored(1, sums[0] + LANES, SUMS_STRIDE);
-    if (HEIGHT > 1) {
-        _tile_stored(2, sums[HEIGHT - 1], SUMS_STRIDE);
-        _tile_stored(3, sums[HEIGHT - 1] + LANES, SUMS_STRIDE);
-    }
+    if (HEIGHT > 1) _tile_stored(3, sums[HEIGHT - 1] + LANES, SUMS_STRIDE);
 }
 
 }  // namespace triptych

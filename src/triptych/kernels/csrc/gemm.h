@@ -157,69 +157,72 @@ void multiply_panels(const Rows<T>& x, long num_rows, const Weight<T>& weight, l
 }
 
 // As multiply_panels, in tile registers. With few rows a weight comes from memory once, each half panel from start to end;
-// with many, four panels' slices of 256 inputs stay in the second cache while all rows pass, a block of 32 of them in the
-// first. `sums` has room for `tiled_sums(num_rows)` floats.
-constexpr long TILED_PANELS = 4, TILED_SLICE = 8, TILED_ROWS = 1024, TILED_FEW_ROWS = 2 * TILE_ROWS;
+// with many, slices of 256 inputs of some panels stay in the second cache while all rows pass, a block of 32 in the first.
+// With few panels the rows pass more often: they have to stay in the second cache themselves.
+constexpr long TILED_SLICE = 8, TILED_ROWS = 1024, TILED_FEW_ROWS = 2 * TILE_ROWS;
+constexpr long TILED_PANELS = 4, TILED_PANELS_OF_SMALL = 2, SMALL_BYTES = 3 << 19;
 
+// Floats that `multiply_tiled` needs for the sums of as many rows.
 inline long tiled_sums(long num_rows) {
-    return TILED_PANELS * PANEL * (std::min(num_rows, TILED_ROWS) + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    return TILED_PANELS * PANEL * ((std::min(num_rows, TILED_ROWS) + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS);
 }
 
-template <class Expect, class Finish>
+template <class Finish>
 void multiply_tiled(const Rows<bf16>& x, long first_row, long num_rows, const Weight<bf16>& weight, long first_panel,
-                    long num_panels, float* sums, const Expect& expect, const Finish& finish) {
+                    long num_panels, float* sums, const Finish& finish) {
     const long height = std::min(num_rows, TILE_ROWS), num_row_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
-    const long num_tiles = weight.num_tiles(), half_elements = num_tiles * TILE_STEPS * 2 * HALF;
+    const long num_tiles = weight.num_tiles(), tile_elements = TILE_STEPS * 2 * HALF;
     const long slice = num_rows <= TILED_FEW_ROWS ? num_tiles : TILED_SLICE;
     // The last tile of rows is a whole one too, and shares rows with the one before; each has its own sums.
     const auto begin = [&](long tile) { return std::min(tile * TILE_ROWS, num_rows - height); };
+    const auto place = [&](long p, long tile) { return sums + (p * num_row_tiles + tile) * TILE_ROWS * PANEL; };
     for (long k = 0; k < num_tiles; k += slice) {
         const long count = std::min(slice, num_tiles - k);
+        const bool is_last = k + count == num_tiles;
         for (long tile = 0; tile < num_row_tiles; tile += 2) {
             const bool is_pair = tile + 1 < num_row_tiles;
             const bf16* const rows[2] = {x.at(first_row + begin(tile), k * TILE_INPUTS),
-                                          x.at(first_row + begin(tile + 1), k * TILE_INPUTS)};
+                                         x.at(first_row + begin(tile + 1), k * TILE_INPUTS)};
             for (long p = 0; p < num_panels; ++p) {
-                float* const places[2] = {sums + (p * num_row_tiles + tile) * TILE_ROWS * PANEL,
-                                          sums + (p * num_row_tiles + tile + 1) * TILE_ROWS * PANEL};
-                const bool is_last = k + count == num_tiles;
-                const long first = tile * TILE_ROWS, end = std::min(num_rows, first + 2 * TILE_ROWS);
-                if (is_last)
-                    for (long row = first; row < end; ++row) expect(first_row + row, first_panel + p);
+                float* const places[2] = {place(p, tile), place(p, tile + 1)};
                 for (long h = 0; h < 2; ++h) {
-                    const bf16* half = weight.panel(first_panel + p) + h * half_elements + k * TILE_STEPS * 2 * HALF;
-                    // Each block of rows fetches its share of the next slice.
-                    const bf16* ahead = half + count * (TILE_STEPS * 2 * HALF + tile / 2 * 64);
+                    const bf16* half = weight.panel(first_panel + p) + (h * num_tiles + k) * tile_elements;
+                    // Each block of rows fetches its share of the next slice, or of the first one of the next panels.
+                    const bf16* next = half + (is_last ? 2 * num_panels * num_tiles - k : count) * tile_elements;
+                    const bf16* share = next + tile / 2 * count * AHEAD_LINES * LINE;
                     if (is_pair) {
                         multiply_half<2>({rows[0], rows[1]}, x.stride * TILE_INPUTS, half, count,
-                                         {places[0] + h * HALF, places[1] + h * HALF}, k == 0, ahead, 2);
+                                         {places[0] + h * HALF, places[1] + h * HALF}, k == 0, share);
                     } else {
                         multiply_half<1>({rows[0]}, x.stride * TILE_INPUTS, half, count, {places[0] + h * HALF},
-                                         k == 0, ahead, 2);
+                                         k == 0, share);
                     }
                 }
                 if (!is_last) continue;
-                for (long row = first; row < end; ++row) {
+                for (long row = tile * TILE_ROWS; row < std::min(num_rows, (tile + 2) * TILE_ROWS); ++row) {
                     const long t = row / TILE_ROWS;
-                    const float* place = places[t - tile] + (row - begin(t)) * PANEL;
+                    const float* from = places[t - tile] + (row - begin(t)) * PANEL;
                     __m512 values[VECTORS];
-                    for (int j = 0; j < VECTORS; ++j) values[j] = _mm512_loadu_ps(place + j * LANES);
+                    for (int j = 0; j < VECTORS; ++j) values[j] = _mm512_loadu_ps(from + j * LANES);
                     finish(first_row + row, first_panel + p, values);
                 }
             }
         }
     }
 }
+
 // All panels in [first_panel, end_panel). Rows in parts of equal size, so that none is shorter than a tile.
-template <class Expect, class Finish>
+template <class Finish>
 void multiply_panels_tiled(const Rows<bf16>& x, long num_rows, const Weight<bf16>& weight, long first_panel,
-                           long end_panel, float* sums, const Expect& expect, const Finish& finish) {
+                           long end_panel, float* sums, const Finish& finish) {
     const long parts = (num_rows + TILED_ROWS - 1) / TILED_ROWS;
+    const bool is_small = num_rows * weight.num_inputs * (long)sizeof(bf16) <= SMALL_BYTES;
+    const long together = is_small ? TILED_PANELS_OF_SMALL : TILED_PANELS;
     for (long part = 0; part < parts; ++part) {
         const long first = num_rows * part / parts, count = num_rows * (part + 1) / parts - first;
         const auto registers = TileRegisters::for_linear(std::min(count, TILE_ROWS));
-        for (long p = first_panel; p < end_panel; p += TILED_PANELS)
-            multiply_tiled(x, first, count, weight, p, std::min(TILED_PANELS, end_panel - p), sums, expect, finish);
+        for (long p = first_panel; p < end_panel; p += together)
+            multiply_tiled(x, first, count, weight, p, std::min(together, end_panel - p), sums, finish);
     }
 }
 

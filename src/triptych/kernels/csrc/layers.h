@@ -78,7 +78,7 @@ void linear(const Rows<T>& x, long num_rows, const Linear& layer, const Expect& 
         if constexpr (sizeof(T) == sizeof(bf16)) {
             if (x.stride) {
                 float* sums = thread_scratch().take<float>(tiled_sums(num_rows));
-                return multiply_panels_tiled(x, num_rows, weight, first, end, sums, expect, finish);
+                return multiply_panels_tiled(x, num_rows, weight, first, end, sums, finish);
             }
         }
         float* partial = thread_scratch().take<float>(num_rows * PANEL);
