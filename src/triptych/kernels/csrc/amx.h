@@ -65,11 +65,11 @@ class TileRegisters {
 };
 
 constexpr long LINE = 64 / sizeof(bf16);  // elements
-constexpr long AHEAD_LINES = 2;           // that are fetched into the second cache with each tile of inputs
 
 // sums (+)= HEIGHT tiles of rows times half a panel, over `count` tiles of inputs. Tile i of rows begins at rows[i], its
-// sums [rows of a tile, 64] at sums[i]. `ahead` is needed soon.
-template <int HEIGHT>
+// sums [rows of a tile, 64] at sums[i]. With each tile of inputs LINES lines from `ahead` on are fetched into the second
+// cache.
+template <int HEIGHT, int LINES>
 inline __attribute__((always_inline)) void multiply_half(const bf16* const (&rows)[HEIGHT], long row_stride,
                                                          const bf16* half, long count, float* const (&sums)[HEIGHT],
                                                          bool is_first, const bf16* ahead) {
@@ -87,8 +87,9 @@ inline __attribute__((always_inline)) void multiply_half(const bf16* const (&row
         if (HEIGHT > 1) _tile_loadd(3, sums[HEIGHT - 1] + LANES, SUMS_STRIDE);
     }
     for (long t = 0; t < count; ++t) {
-        for (long line = 0; line < AHEAD_LINES; ++line)
-            _mm_prefetch((const char*)(ahead + (t * AHEAD_LINES + line) * LINE), _MM_HINT_T1);
+#pragma GCC unroll 32
+        for (long line = 0; line < LINES; ++line)
+            _mm_prefetch((const char*)(ahead + (t * LINES + line) * LINE), _MM_HINT_T1);
         const bf16* weight = half + t * TILE_STEPS * 2 * HALF;
         _tile_loadd(6, weight, STEP_STRIDE);
         _tile_loadd(4, rows[0] + t * row_stride, ROW_BYTES);

@@ -161,6 +161,11 @@ void multiply_panels(const Rows<T>& x, long num_rows, const Weight<T>& weight, l
 // With few panels the rows pass more often: they have to stay in the second cache themselves.
 constexpr long TILED_SLICE = 8, TILED_ROWS = 1024, TILED_FEW_ROWS = 2 * TILE_ROWS;
 constexpr long TILED_PANELS = 4, TILED_PANELS_OF_SMALL = 2, SMALL_BYTES = 3 << 19;
+constexpr long TILED_STREAM_DISTANCE = 16;  // tiles of inputs
+constexpr long TILED_SHARE = 2;             // lines of the next slice that are fetched with a tile of inputs
+
+template <long COUNT>
+using Lines = std::integral_constant<int, COUNT>;
 
 // Floats that `multiply_tiled` needs for the sums of as many rows.
 inline long tiled_sums(long num_rows) {
@@ -171,8 +176,10 @@ template <class Finish>
 void multiply_tiled(const Rows<bf16>& x, long first_row, long num_rows, const Weight<bf16>& weight, long first_panel,
                     long num_panels, float* sums, const Finish& finish) {
     const long height = std::min(num_rows, TILE_ROWS), num_row_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
-    const long num_tiles = weight.num_tiles(), tile_elements = TILE_STEPS * 2 * HALF;
-    const long slice = num_rows <= TILED_FEW_ROWS ? num_tiles : TILED_SLICE;
+    const long num_tiles = weight.num_tiles(), row_stride = x.stride * TILE_INPUTS;
+    constexpr long tile_elements = TILE_STEPS * 2 * HALF;
+    const bool is_few = num_rows <= TILED_FEW_ROWS;
+    const long slice = is_few ? num_tiles : TILED_SLICE;
     // The last tile of rows is a whole one too, and shares rows with the one before; each has its own sums.
     const auto begin = [&](long tile) { return std::min(tile * TILE_ROWS, num_rows - height); };
     const auto place = [&](long p, long tile) { return sums + (p * num_row_tiles + tile) * TILE_ROWS * PANEL; };
@@ -187,15 +194,20 @@ void multiply_tiled(const Rows<bf16>& x, long first_row, long num_rows, const We
                 float* const places[2] = {place(p, tile), place(p, tile + 1)};
                 for (long h = 0; h < 2; ++h) {
                     const bf16* half = weight.panel(first_panel + p) + (h * num_tiles + k) * tile_elements;
-                    // Each block of rows fetches its share of the next slice, or of the first one of the next panels.
-                    const bf16* next = half + (is_last ? 2 * num_panels * num_tiles - k : count) * tile_elements;
-                    const bf16* share = next + tile / 2 * count * AHEAD_LINES * LINE;
-                    if (is_pair) {
-                        multiply_half<2>({rows[0], rows[1]}, x.stride * TILE_INPUTS, half, count,
-                                         {places[0] + h * HALF, places[1] + h * HALF}, k == 0, share);
+                    float* const from[2] = {places[0] + h * HALF, places[1] + h * HALF};
+                    const auto run = [&](auto lines, const bf16* ahead) {
+                        if (is_pair) {
+                            multiply_half<2, lines.value>(rows, row_stride, half, count, from, k == 0, ahead);
+                        } else {
+                            multiply_half<1, lines.value>({rows[0]}, row_stride, half, count, {from[0]}, k == 0, ahead);
+                        }
+                    };
+                    if (is_few) {
+                        run(Lines<tile_elements / LINE>(), half + TILED_STREAM_DISTANCE * tile_elements);
                     } else {
-                        multiply_half<1>({rows[0]}, x.stride * TILE_INPUTS, half, count, {places[0] + h * HALF},
-                                         k == 0, share);
+                        // Each block of rows fetches its share of the next slice, or of the first of the next panels.
+                        const bf16* next = half + (is_last ? 2 * num_panels * num_tiles - k : count) * tile_elements;
+                        run(Lines<TILED_SHARE>(), next + tile / 2 * count * TILED_SHARE * LINE);
                     }
                 }
                 if (!is_last) continue;
