@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,11 +26,15 @@ SIZES = [(64, 32), (65, 34), (1, 2), (320, 96), (31, 1700), (130, 6)]
 ROWS = [1, 2, 5, 6, 7, 13, 50, 61]
 
 
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["vectors", "tiles"])
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     if not library.available():
         pytest.skip(why_no_kernels())
+    wants_tiles = request.param == "tiles"
+    if library.use_tiles(wants_tiles) != wants_tiles:
+        pytest.skip("this processor has no AMX: would show the same of products in its tile registers")
     yield
+    library.use_tiles(True)
     library.set_num_threads(1)
 
 
@@ -125,6 +132,7 @@ TOWERS = [
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize(("module", "config_class", "block_class", "extra"), TOWERS)
 @pytest.mark.parametrize("windows", [[1], [16, 3, 64], [300], [25, 600]])
+@pytest.mark.parametrize("head_dim", [80, 64])  # five vectors, which no block of four covers; two tiles
 @torch.inference_mode()
 def test_vision_block(
     dtype: torch.dtype,
@@ -134,9 +142,10 @@ def test_vision_block(
     block_class: str,
     extra: dict[str, str],
     windows: list[int],
+    head_dim: int,
 ) -> None:
     torch.manual_seed(4)
-    hidden, heads = 160, 2  # heads of 80: five vectors, which no block of four covers
+    hidden, heads = 2 * head_dim, 2
     _, block = _tower(
         module, config_class, block_class, dtype, hidden_size=hidden, num_heads=heads, intermediate_size=200, **extra
     )
@@ -152,3 +161,54 @@ def test_vision_block(
     _close(one_thread, expected, tolerance)
     library.set_num_threads(2)
     assert torch.equal(native(x.clone(), bounds.int(), position), one_thread)
+
+
+HEADS, KV_HEADS, HIDDEN, INNER = 4, 2, 96, 160
+
+
+class _Layer:
+    """A decoder layer of random weights, and one sequence's KV in blocks that held something else before."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, block_size: int, num_tokens: int) -> None:
+        torch.manual_seed(5)
+        self.dtype, self.block_size, self.head_dim = dtype, block_size, head_dim
+        shapes = [(HEADS * head_dim, HIDDEN), (2 * KV_HEADS * head_dim, HIDDEN), (HIDDEN, HEADS * head_dim)]
+        weights = [torch.randn(n, k) * k**-0.5 for n, k in [*shapes, (2 * INNER, HIDDEN), (HIDDEN, INNER)]]
+        self.linears = [PackedLinear(weight.to(torch.bfloat16).to(dtype), None) for weight in weights]
+        self.norms = [torch.ones(size, dtype=dtype) for size in (HIDDEN, HIDDEN, head_dim, head_dim)]
+        structs, norms = [linear.struct for linear in self.linears], [norm.data_ptr() for norm in self.norms]
+        sizes = (HIDDEN, HEADS, KV_HEADS, head_dim, INNER)
+        self.struct = library.DecoderLayer(*structs, *norms, *sizes, 1e-6, head_dim**-0.5)
+        angles = torch.randn(num_tokens, head_dim // 2).repeat(1, 2)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        num_blocks = -(-num_tokens // block_size)
+        self.table = np.random.default_rng(6).permutation(num_blocks).astype(np.int64)
+        self.kv = torch.full((num_blocks, 2, KV_HEADS, block_size, head_dim), float("nan"), dtype=dtype)
+
+    def run(self, rows: torch.Tensor, start: int) -> torch.Tensor:
+        count, hidden = len(rows), rows.to(self.dtype)
+        tokens = np.arange(start, start + count)
+        slots = self.table[tokens // self.block_size] * self.block_size + tokens % self.block_size
+        queries = np.array([[0, count, start, 0]], dtype=np.int64)
+        cos, sin = self.cos[start : start + count].contiguous(), self.sin[start : start + count].contiguous()
+        step = library.Step(
+            *(cos.data_ptr(), sin.data_ptr(), slots.ctypes.data, queries.ctypes.data, self.table.ctypes.data, None),
+            *(count, 1, 0, self.block_size, self.kv.stride(0)),
+        )
+        kernels = kernels_for(self.dtype)
+        kernels.decoder_layer(ctypes.byref(self.struct), ctypes.byref(step), self.kv.data_ptr(), hidden.data_ptr())
+        return hidden
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+def test_decoder_layer_in_chunks(block_size: int, head_dim: int) -> None:
+    """No bit depends on the chunks, nor on what the KV blocks held; bfloat16 is float32 up to rounding."""
+    num_tokens = 611  # more than two spans of keys, and an odd number of tiles
+    rows = torch.randn(num_tokens, HIDDEN)
+    whole = _Layer(torch.bfloat16, head_dim, block_size, num_tokens).run(rows, 0)
+    _close(whole, _Layer(torch.float32, head_dim, block_size, num_tokens).run(rows.bfloat16(), 0), 2e-2)
+    for chunks in ([0, 17, 18, 50, 300, 610, 611], [0, 256, 257, 259, 263, 290, 575, 576, 611]):
+        layer = _Layer(torch.bfloat16, head_dim, block_size, num_tokens)
+        for start, end in pairwise(chunks):
+            assert torch.equal(layer.run(rows[start:end], start), whole[start:end])

@@ -100,7 +100,7 @@ def _library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError:  # built elsewhere
         return None
-    library.triptych_supported.restype = c_int64
+    library.triptych_supported.restype = library.triptych_use_tiles.restype = c_int64
     return library if library.triptych_supported() else None
 
 
@@ -114,6 +114,15 @@ def set_num_threads(count: int) -> None:
     library = _library()
     if library is not None:
         library.triptych_set_num_threads(c_int64(count))
+
+
+def use_tiles(wanted: bool) -> bool:
+    """Whether bfloat16 is multiplied in the tile registers of AMX from now on: by itself it is where there are any.
+
+    Weights that were packed before must not be used after.
+    """
+    library = _library()
+    return library is not None and bool(library.triptych_use_tiles(c_int64(wanted)))
 
 
 @cache

@@ -46,6 +46,13 @@ TRIPTYCH_EXPORT int64_t triptych_packed_elements(int64_t num_outputs, int64_t nu
 
 TRIPTYCH_EXPORT void triptych_set_num_threads(int64_t count) { num_threads() = static_cast<int>(count); }
 
+// Whether bf16 is multiplied in tile registers from now on; they are not used where there are none. Weights that were
+// packed before, and keys and values of an earlier step, must not be used after.
+TRIPTYCH_EXPORT int64_t triptych_use_tiles(int64_t wanted) {
+    uses_tiles() = wanted && may_use_tiles();
+    return uses_tiles();
+}
+
 // Whether this processor has every instruction that the library was built with.
 TRIPTYCH_EXPORT int64_t triptych_supported() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
