@@ -45,25 +45,40 @@ struct Weight {
     }
 };
 
+constexpr long STREAMED_BYTES = 1 << 20;
+
 // What a product takes: rows of `width` elements, one after the other. For tile registers they lie in tiles instead: the
 // next 32 elements of a row are `stride` rows further, zeros where `width` ends early. That is an odd number of blocks of
 // 32 rows: after an even one, neighbouring blocks would share the same few lines of the first cache.
+//
+// Rows that are written past the caches, because they would not stay there, are `streamed`: in whole lines only.
 template <class T>
 struct Rows {
     T* data;
     long width;
-    long stride;  // 0: one after the other
+    long stride;            // 0: one after the other
+    bool streamed = false;  // then `data` and rows begin at a line
 
     static long stride_of(long num_rows) { return in_tiles<T>() ? ((num_rows + 31) / 32 | 1) * 32 : 0; }
 
     // Uninitialised, in the order that products want.
     static Rows make(Scratch& scratch, long num_rows, long width) {
         const long stride = stride_of(num_rows), num_tiles = (width + TILE_INPUTS - 1) / TILE_INPUTS;
-        Rows rows{scratch.take<T>(stride ? num_tiles * stride * TILE_INPUTS : num_rows * width), width, stride};
+        const long count = stride ? num_tiles * stride * TILE_INPUTS : num_rows * width;
+        Rows rows{scratch.take<T>(count), width, stride, stride && is_streamed(count)};
         if (stride && width % TILE_INPUTS)
             std::memset((void*)rows.at(0, width / TILE_INPUTS * TILE_INPUTS), 0, stride * TILE_INPUTS * sizeof(T));
         return rows;
     }
+
+    static Rows make_plain(Scratch& scratch, long num_rows, long width) {
+        const long count = num_rows * width;
+        return {scratch.take<T>(count), width, 0, width % LINE_ELEMENTS == 0 && is_streamed(count)};
+    }
+
+    static constexpr long LINE_ELEMENTS = 64 / sizeof(T);
+
+    static bool is_streamed(long count) { return in_tiles<T>() && count * (long)sizeof(T) > STREAMED_BYTES; }
 
     // A vector from `column` on, a multiple of 16, is in one piece.
     T* at(long row, long column) const {
@@ -156,13 +171,14 @@ void multiply_panels(const Rows<T>& x, long num_rows, const Weight<T>& weight, l
     }
 }
 
-// As multiply_panels, in tile registers. With few rows a weight comes from memory once, each half panel from start to end;
-// with many, slices of 256 inputs of some panels stay in the second cache while all rows pass, a block of 32 in the first.
-// With few panels the rows pass more often: they have to stay in the second cache themselves.
-constexpr long TILED_SLICE = 8, TILED_ROWS = 1024, TILED_FEW_ROWS = 2 * TILE_ROWS;
-constexpr long TILED_PANELS = 4, TILED_PANELS_OF_SMALL = 2, SMALL_BYTES = 3 << 19;
-constexpr long TILED_STREAM_DISTANCE = 16;  // tiles of inputs
-constexpr long TILED_SHARE = 2;             // lines of the next slice that are fetched with a tile of inputs
+// As multiply_panels, in tile registers. Rows of up to 32 tiles of inputs are multiplied from end to end, all rows by a
+// panel before the next panel: both come from the second cache. Longer ones are multiplied in slices of 256 inputs, by four
+// panels at once: a block of 32 rows comes from the first cache then. What few rows are multiplied by comes from memory.
+constexpr long TILED_WHOLE = 32, TILED_SLICE = 8, TILED_PANELS = 4;
+constexpr long TILED_FEW_ROWS = 2 * TILE_ROWS;
+constexpr long TILED_ROWS = 1024, TILED_BYTES = 3 << 19;  // that pass together
+constexpr long TILED_STREAM_DISTANCE = 16;                // tiles of inputs
+constexpr long TILED_SHARE = 2;  // lines of the next slice that are fetched with a tile of inputs
 
 template <long COUNT>
 using Lines = std::integral_constant<int, COUNT>;
@@ -174,15 +190,16 @@ inline long tiled_sums(long num_rows) {
 
 template <class Finish>
 void multiply_tiled(const Rows<bf16>& x, long first_row, long num_rows, const Weight<bf16>& weight, long first_panel,
-                    long num_panels, float* sums, const Finish& finish) {
+                    long num_panels, long slice, float* sums, const Finish& finish) {
     const long height = std::min(num_rows, TILE_ROWS), num_row_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
     const long num_tiles = weight.num_tiles(), row_stride = x.stride * TILE_INPUTS;
     constexpr long tile_elements = TILE_STEPS * 2 * HALF;
-    const bool is_few = num_rows <= TILED_FEW_ROWS;
-    const long slice = is_few ? num_tiles : TILED_SLICE;
+    const bool is_whole = slice == num_tiles;  // then the sums of a block are wanted only until it is finished
     // The last tile of rows is a whole one too, and shares rows with the one before; each has its own sums.
     const auto begin = [&](long tile) { return std::min(tile * TILE_ROWS, num_rows - height); };
-    const auto place = [&](long p, long tile) { return sums + (p * num_row_tiles + tile) * TILE_ROWS * PANEL; };
+    const auto place = [&](long p, long tile) {
+        return sums + (is_whole ? tile % 2 : p * num_row_tiles + tile) * TILE_ROWS * PANEL;
+    };
     for (long k = 0; k < num_tiles; k += slice) {
         const long count = std::min(slice, num_tiles - k);
         const bool is_last = k + count == num_tiles;
@@ -202,7 +219,7 @@ void multiply_tiled(const Rows<bf16>& x, long first_row, long num_rows, const We
                             multiply_half<1, lines.value>({rows[0]}, row_stride, half, count, {from[0]}, k == 0, ahead);
                         }
                     };
-                    if (is_few) {
+                    if (num_rows <= TILED_FEW_ROWS) {
                         run(Lines<tile_elements / LINE>(), half + TILED_STREAM_DISTANCE * tile_elements);
                     } else {
                         // Each block of rows fetches its share of the next slice, or of the first of the next panels.
@@ -227,14 +244,16 @@ void multiply_tiled(const Rows<bf16>& x, long first_row, long num_rows, const We
 template <class Finish>
 void multiply_panels_tiled(const Rows<bf16>& x, long num_rows, const Weight<bf16>& weight, long first_panel,
                            long end_panel, float* sums, const Finish& finish) {
-    const long parts = (num_rows + TILED_ROWS - 1) / TILED_ROWS;
-    const bool is_small = num_rows * weight.num_inputs * (long)sizeof(bf16) <= SMALL_BYTES;
-    const long together = is_small ? TILED_PANELS_OF_SMALL : TILED_PANELS;
+    const long num_tiles = weight.num_tiles(), row_bytes = num_tiles * TILE_INPUTS * sizeof(bf16);
+    const bool is_whole = num_rows <= TILED_FEW_ROWS || num_tiles <= TILED_WHOLE;
+    const long most = is_whole ? std::max(TILED_FEW_ROWS, std::min(TILED_ROWS, TILED_BYTES / row_bytes)) : TILED_ROWS;
+    const long slice = is_whole ? num_tiles : TILED_SLICE, together = is_whole ? 1 : TILED_PANELS;
+    const long parts = (num_rows + most - 1) / most;
     for (long part = 0; part < parts; ++part) {
         const long first = num_rows * part / parts, count = num_rows * (part + 1) / parts - first;
         const auto registers = TileRegisters::for_linear(std::min(count, TILE_ROWS));
         for (long p = first_panel; p < end_panel; p += together)
-            multiply_tiled(x, first, count, weight, p, std::min(together, end_panel - p), sums, finish);
+            multiply_tiled(x, first, count, weight, p, std::min(together, end_panel - p), slice, sums, finish);
     }
 }
 

@@ -78,7 +78,9 @@ void linear(const Rows<T>& x, long num_rows, const Linear& layer, const Expect& 
         if constexpr (sizeof(T) == sizeof(bf16)) {
             if (x.stride) {
                 float* sums = thread_scratch().take<float>(tiled_sums(num_rows));
-                return multiply_panels_tiled(x, num_rows, weight, first, end, sums, finish);
+                multiply_panels_tiled(x, num_rows, weight, first, end, sums, finish);
+                _mm_sfence();  // before another thread reads what was streamed
+                return;
             }
         }
         float* partial = thread_scratch().take<float>(num_rows * PANEL);
@@ -112,31 +114,51 @@ struct Expected {
     }
 };
 
-// store(place, mask, value) for 16 outputs at a time, which belong at `place` in out [num_rows, num_outputs]
-template <class T, class Out, class Store>
-void linear_into(const Rows<T>& x, long num_rows, const Linear& layer, const Rows<Out>& out, const Store& store) {
-    linear(x, num_rows, layer, Expected<Out, PANEL>{out}, [&](long row, long panel, const __m512* sums) {
-        for (int j = 0; j < VECTORS; ++j) {
-            const long column = panel * PANEL + j * LANES;
-            const __mmask16 mask = first_lanes(layer.num_outputs - column);
-            if (mask) store(out.at(row, column), mask, biased<T>(sums[j], layer, mask, column));
+// `count` vectors of a row, from `column` on.
+template <class T>
+inline void store_row(const Rows<T>& out, long row, long column, const __m512* values, int count) {
+    if constexpr (sizeof(T) == sizeof(bf16)) {
+        if (out.streamed && column + count * LANES <= out.width) {
+            for (int j = 0; j < count; j += 2) {
+                const __m512i low = _mm512_castsi256_si512(Number<T>::narrow(values[j]));
+                _mm512_stream_si512((__m512i*)out.at(row, column + j * LANES),
+                                    _mm512_inserti64x4(low, Number<T>::narrow(values[j + 1]), 1));
+            }
+            return;
         }
-    });
+    }
+    for (int j = 0; j < count; ++j) {
+        const __mmask16 mask = first_lanes(out.width - column - j * LANES);
+        if (mask) Number<T>::store(mask, out.at(row, column + j * LANES), values[j]);
+    }
 }
 
 template <class T, class Out>
 void linear_to(const Rows<T>& x, long num_rows, const Linear& layer, Activation activation, const Rows<Out>& out) {
-    linear_into(x, num_rows, layer, out, [&](Out* place, __mmask16 mask, __m512 v) {
-        if (activation == SILU) v = silu<T>(v);
-        if (activation == GELU_TANH) v = gelu_tanh<T>(v);
-        Number<Out>::store(mask, place, v);
+    linear(x, num_rows, layer, Expected<Out, PANEL>{out}, [&](long row, long panel, const __m512* sums) {
+        __m512 values[VECTORS];
+        for (int j = 0; j < VECTORS; ++j) {
+            const long column = panel * PANEL + j * LANES;
+            values[j] = biased<T>(sums[j], layer, first_lanes(layer.num_outputs - column), column);
+            if (activation == SILU) values[j] = silu<T>(values[j]);
+            if (activation == GELU_TANH) values[j] = gelu_tanh<T>(values[j]);
+        }
+        store_row(out, row, panel * PANEL, values, VECTORS);
     });
 }
 
 template <class T>
 void linear_added(const Rows<T>& x, long num_rows, const Linear& layer, T* sum) {
-    linear_into(x, num_rows, layer, Rows<T>{sum, layer.num_outputs, 0}, [&](T* place, __mmask16 mask, __m512 v) {
-        Number<T>::store(mask, place, _mm512_add_ps(v, Number<T>::load(mask, place)));
+    const Rows<T> out{sum, layer.num_outputs, 0};
+    linear(x, num_rows, layer, Expected<T, PANEL>{out}, [&](long row, long panel, const __m512* sums) {
+        __m512 values[VECTORS];
+        for (int j = 0; j < VECTORS; ++j) {
+            const long column = panel * PANEL + j * LANES;
+            const __mmask16 mask = first_lanes(layer.num_outputs - column);
+            const __m512 before = Number<T>::load(mask, out.at(row, mask ? column : 0));
+            values[j] = _mm512_add_ps(biased<T>(sums[j], layer, mask, column), before);
+        }
+        store_row(out, row, panel * PANEL, values, VECTORS);
     });
 }
 
@@ -144,13 +166,14 @@ void linear_added(const Rows<T>& x, long num_rows, const Linear& layer, T* sum) 
 template <class T>
 void gated(const Rows<T>& x, long num_rows, const Linear& layer, const Rows<T>& out) {
     linear(x, num_rows, layer, Expected<T, PANEL / 2>{out}, [&](long row, long panel, const __m512* sums) {
+        __m512 values[VECTORS / 2];
         for (int j = 0; j < VECTORS / 2; ++j) {
-            const long place = panel * PANEL + j * LANES, column = panel * (PANEL / 2) + j * LANES;
-            const __mmask16 mask = first_lanes(out.width - column);
+            const long place = panel * PANEL + j * LANES;
             const __m512 gate = biased<T>(sums[j], layer, 0xffff, place);
             const __m512 up = biased<T>(sums[j + VECTORS / 2], layer, 0xffff, place + PANEL / 2);
-            if (mask) Number<T>::store(mask, out.at(row, column), _mm512_mul_ps(silu<T>(gate), up));
+            values[j] = _mm512_mul_ps(silu<T>(gate), up);
         }
+        store_row(out, row, panel * (PANEL / 2), values, VECTORS / 2);
     });
 }
 
@@ -277,11 +300,11 @@ void decoder_layer(const DecoderLayer& layer, const Step& step, T* kv_layer, T* 
     const KVPlace<T> kv{kv_layer, step.block_stride, step.block_size, layer.num_kv_heads, layer.head_dim};
     Buffers& b = buffers();
     Rows<T> normed = Rows<T>::make(b.normed, step.num_rows, layer.hidden);
-    T* projected = b.projected.take<T>(step.num_rows * (heads_width > kv_width ? heads_width : kv_width));
 
     norm_rows(hidden, step.num_rows, layer.input_norm, nullptr, layer.norm_eps, normed);
-    linear_to(normed, step.num_rows, layer.key_value, NONE, Rows<T>{projected, kv_width, 0});
-    store_kv(layer, step, projected, kv);
+    Rows<T> projected = Rows<T>::make_plain(b.projected, step.num_rows, kv_width);
+    linear_to(normed, step.num_rows, layer.key_value, NONE, projected);
+    store_kv(layer, step, projected.data, kv);
     if (n == 0) return;
     if (step.selected) {
         select_rows(step.selected, n, layer.hidden, hidden, b.hidden.take<T>(n * layer.hidden));
@@ -290,8 +313,9 @@ void decoder_layer(const DecoderLayer& layer, const Step& step, T* kv_layer, T* 
     }
     T* queries = b.queries.take<T>(n * heads_width);
     const Rows<T> attended = Rows<T>::make(b.attended, n, heads_width);
-    linear_to(normed, n, layer.query, NONE, Rows<T>{projected, heads_width, 0});
-    prepare_queries(layer, step, n, projected, queries);
+    projected = Rows<T>::make_plain(b.projected, n, heads_width);
+    linear_to(normed, n, layer.query, NONE, projected);
+    prepare_queries(layer, step, n, projected.data, queries);
     attend_blocks(layer, step, n, queries, kv, attended);
     linear_added(attended, n, layer.output, hidden);
 
@@ -352,13 +376,13 @@ void vision_block(const VisionBlock& block, const float* cos, const float* sin, 
     Buffers& b = buffers();
     const Rows<T> normed = Rows<T>::make(b.normed, num_rows, block.hidden);
     const Rows<T> attended = Rows<T>::make(b.attended, num_rows, width);
-    T* qkv = b.projected.take<T>(num_rows * 3 * width);
+    const Rows<T> qkv = Rows<T>::make_plain(b.projected, num_rows, 3 * width);
 
     norm_rows(hidden, num_rows, block.norm1_weight, block.norm1_bias, block.norm_eps, normed);
-    linear_to(normed, num_rows, block.qkv, NONE, Rows<T>{qkv, 3 * width, 0});
+    linear_to(normed, num_rows, block.qkv, NONE, qkv);
     for_each(num_windows * block.num_heads, [&](long task) {
         const long window = task / block.num_heads, head = task % block.num_heads;
-        attend_window(block, cos, sin, qkv, bounds[window], bounds[window + 1], head, attended);
+        attend_window(block, cos, sin, qkv.data, bounds[window], bounds[window + 1], head, attended);
     });
     linear_added(attended, num_rows, block.projection, hidden);
 
