@@ -13,7 +13,9 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from triptych.engine import varlen_attention
 from triptych.engine.batch import SequenceRows, StepBatch
+from triptych.engine.varlen_attention import VarlenAttention
 
 NAME = "triptych"  # of the attention implementation, as transformers knows it
 
@@ -25,6 +27,11 @@ class _Sequence(NamedTuple):
 
     rows: SequenceRows
     gather: torch.Tensor  # int64 [2 * KV heads * blocks]
+
+
+def step_attention(kv: torch.Tensor, batch: StepBatch) -> StepAttention | VarlenAttention:
+    """What the layers of one step call."""
+    return (VarlenAttention if varlen_attention.can_run(kv) else StepAttention)(kv, batch)
 
 
 class StepAttention:
@@ -128,7 +135,7 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float,
-    step: StepAttention,
+    step: StepAttention | VarlenAttention,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: [1, heads, T, head_dim] in, [1, T, heads, head_dim] and no weights out."""

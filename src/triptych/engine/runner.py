@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from triptych.engine.attention import NAME, StepAttention, register_attention
+from triptych.engine.attention import NAME, register_attention, step_attention
 from triptych.engine.batch import EmbeddingSlice, ScoredRows, SequenceChunk, StepBatch, StepLogits
 from triptych.engine.kv_blocks import SCRATCH_BLOCK
 from triptych.engine.logprobs import score
@@ -110,7 +110,7 @@ class ModelRunner:
             hidden = self._native.forward(embeds, _step_rows(batch), deepstack)
             sampled = hidden[torch.from_numpy(batch.sample_rows)] if batch.scored else hidden
         else:
-            step = StepAttention(self._kv, batch)
+            step = step_attention(self._kv, batch)
             masks = self._deepstack_masks(len(embeds), deepstack)
             hidden = self._language(embeds, self._tensor(batch.positions), step=step, **masks)
             sampled = hidden[self._tensor(batch.sample_rows)]
