@@ -1,7 +1,7 @@
 """Attention over paged KV in one call of torch's flash attention for all sequences of a step: for CUDA, in 16 bits.
 
 The interface of `StepAttention` in `attention.py`, which makes one of these on such a device. **Not measured, and never
-run on a device**: tests run it against what torch documents of `varlen_attn`, and the one that needs a GPU is marked so.
+run on a device**: tests run it against what torch documents of `varlen_attn`; the one that needs a GPU is marked so.
 """
 
 from __future__ import annotations

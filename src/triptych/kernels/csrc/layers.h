@@ -71,18 +71,25 @@ inline Scratch& thread_scratch() {
 
 // -- linear layers ----------------------------------------------------------------------------------------------------
 
+template <class Finish>
+void linear_tiled(const Rows<bf16>& x, long num_rows, const Weight<bf16>& weight, const Finish& finish) {
+    // Several threads take a few panels at a time: one of them may be much slower than the others for a while.
+    const long num_panels = weight.num_panels(), together = num_threads() == 1 ? num_panels : TILED_PANELS;
+    for_each((num_panels + together - 1) / together, [&](long task) {
+        const long first = task * together, end = std::min(num_panels, first + together);
+        float* sums = thread_scratch().take<float>(tiled_sums(num_rows));
+        multiply_panels_tiled(x, num_rows, weight, first, end, sums, finish);
+        _mm_sfence();  // before another thread reads what was streamed
+    });
+}
+
 template <class T, class Expect, class Finish>
 void linear(const Rows<T>& x, long num_rows, const Linear& layer, const Expect& expect, const Finish& finish) {
     const Weight<T> weight{static_cast<const T*>(layer.panels), layer.num_outputs, layer.num_inputs};
+    if constexpr (sizeof(T) == sizeof(bf16)) {
+        if (x.stride) return linear_tiled(x, num_rows, weight, finish);
+    }
     for_each_part(weight.num_panels(), [&](long first, long end) {
-        if constexpr (sizeof(T) == sizeof(bf16)) {
-            if (x.stride) {
-                float* sums = thread_scratch().take<float>(tiled_sums(num_rows));
-                multiply_panels_tiled(x, num_rows, weight, first, end, sums, finish);
-                _mm_sfence();  // before another thread reads what was streamed
-                return;
-            }
-        }
         float* partial = thread_scratch().take<float>(num_rows * PANEL);
         multiply_panels(x, num_rows, weight, first, end, partial, expect, finish);
     });
