@@ -178,7 +178,6 @@ constexpr long TILED_WHOLE = 32, TILED_SLICE = 8, TILED_PANELS = 4;
 constexpr long TILED_FEW_ROWS = 2 * TILE_ROWS;
 constexpr long TILED_ROWS = 1024, TILED_BYTES = 3 << 19;  // that pass together
 constexpr long TILED_STREAM_DISTANCE = 16;                // tiles of inputs
-constexpr long TILED_SHARE = 2;  // lines of the next slice that are fetched with a tile of inputs
 
 template <long COUNT>
 using Lines = std::integral_constant<int, COUNT>;
@@ -221,10 +220,17 @@ void multiply_tiled(const Rows<bf16>& x, long first_row, long num_rows, const We
                     };
                     if (num_rows <= TILED_FEW_ROWS) {
                         run(Lines<tile_elements / LINE>(), half + TILED_STREAM_DISTANCE * tile_elements);
+                        continue;
+                    }
+                    // Each block of rows fetches its share of the next slice, or of the first of the next panels.
+                    const bf16* next = half + (is_last ? 2 * num_panels * num_tiles - k : count) * tile_elements;
+                    const auto share = [&](auto lines) { run(lines, next + tile / 2 * count * lines.value * LINE); };
+                    if (num_row_tiles > 30) {
+                        share(Lines<2>());
+                    } else if (num_row_tiles > 14) {
+                        share(Lines<4>());
                     } else {
-                        // Each block of rows fetches its share of the next slice, or of the first of the next panels.
-                        const bf16* next = half + (is_last ? 2 * num_panels * num_tiles - k : count) * tile_elements;
-                        run(Lines<TILED_SHARE>(), next + tile / 2 * count * TILED_SHARE * LINE);
+                        num_row_tiles > 6 ? share(Lines<8>()) : share(Lines<16>());
                     }
                 }
                 if (!is_last) continue;
