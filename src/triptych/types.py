@@ -244,6 +244,7 @@ class Request(msgspec.Struct, frozen=True):
     max_tokens: int | None = None  # None: as many as fit
     max_tokens_param: str = "max_tokens"  # the field that has it
     messages_param: str = "messages"  # the field that has messages and images
+    function_param: str = "function."  # what comes before the fields of a tool's function
     stop: list[str] = []
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

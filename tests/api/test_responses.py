@@ -139,6 +139,7 @@ def test_tools_and_structure() -> None:
         ({"input": "hi", "max_output_tokens": 0}, "BadRequestError", "max_output_tokens"),
         ({"input": "hi", "top_logprobs": 21}, "BadRequestError", "top_logprobs"),
         ({"input": "hi", "tools": [{"type": "web_search"}]}, "Bad Request", "body.tools.0.type"),
+        ({"input": "hi", "tools": [{"type": "function", "name": "a b"}]}, "BadRequestError", "tools.0.name"),
         ({"input": "hi", "text": {"format": {"type": "json_schema"}}}, "Bad Request", "body.text.format.schema"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "Bad Request", "body.input.0.output"),
     ],

@@ -58,7 +58,7 @@ async def test_calls_that_must_come_become_a_grammar(builder: PromptBuilder) -> 
     assert single != grammar
 
 
-def test_a_model_without_a_form_of_calls_takes_no_tools(builder: PromptBuilder) -> None:
+async def test_a_model_without_a_form_of_calls_takes_no_tools(builder: PromptBuilder) -> None:
     with pytest.raises(BadRequestError, match="no form of calls") as caught:
         call_format(msgspec.structs.replace(request(tools=TOOLS), chat_template=""), builder)
     assert caught.value.param == "tools"
@@ -68,6 +68,13 @@ def test_a_model_without_a_form_of_calls_takes_no_tools(builder: PromptBuilder) 
     with pytest.raises(BadRequestError) as caught:
         call_format(request(tools=[*TOOLS, wrong]), builder)
     assert caught.value.param == "tools.2.function.parameters"
+    with pytest.raises(BadRequestError) as caught:
+        call_format(request(tools=[*TOOLS, wrong], function_param=""), builder)
+    assert caught.value.param == "tools.2.parameters"
+    unenforced = {"type": "function", "function": {"name": "h", "parameters": {"properties": {"x": {"not": {}}}}}}
+    with pytest.raises(BadRequestError) as caught:
+        await constrain(request(tools=[unenforced], tool_choice=ToolChoice.REQUIRED, function_param=""), builder)
+    assert caught.value.param == "tools.0.parameters"
 
 
 def test_bad_words_are_forbidden_at_the_beginning_and_behind_a_space(builder: PromptBuilder) -> None:

@@ -26,6 +26,7 @@ from triptych.errors import BadRequestError, MalformedRequestError, UnsupportedF
 from triptych.types import Structure, ToolChoice
 
 LOGPROBS = "message.output_text.logprobs"
+FUNCTION_PARAM = ""  # a tool is its function: there is no object around it, as in chat
 
 
 class TextFields(msgspec.Struct, frozen=True):
@@ -90,12 +91,13 @@ def parse_response(body: dict[str, Any], served: Served, caller: Caller) -> Call
     max_tokens = None
     if asked.max_output_tokens is not None:
         max_tokens = read_max_tokens("max_output_tokens", asked.max_output_tokens, served)
-    offer = read_tools(*_tools(asked))
+    offer = read_tools(*_tools(asked), FUNCTION_PARAM)
     fields = GenerationFields(**{name: getattr(asked, name) for name in SHARED})
     request = msgspec.structs.replace(
         read_request(fields, served, caller, ids, max_tokens, _num_logprobs(asked)),
         max_tokens_param="max_output_tokens",
         messages_param="input",
+        function_param=FUNCTION_PARAM,
         messages=messages,
         images=images,
         tools=offer.tools,

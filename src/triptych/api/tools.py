@@ -46,8 +46,11 @@ class Offer(msgspec.Struct, frozen=True):
     forced: str = ""
 
 
-def read_tools(tools: list[Tool] | None, choice: Choice | None) -> Offer:
-    """Raises BadRequestError for names that are wrong or twice, and for a choice that the tools do not allow."""
+def read_tools(tools: list[Tool] | None, choice: Choice | None, function_param: str = "function.") -> Offer:
+    """Raises BadRequestError for names that are wrong or twice, and for a choice that the tools do not allow.
+
+    `function_param` is what comes before the fields of a function in what the client sent.
+    """
     if not tools:
         if choice not in (None, "none"):
             raise BadRequestError("`tool_choice` needs `tools`.", param="tool_choice")
@@ -57,8 +60,10 @@ def read_tools(tools: list[Tool] | None, choice: Choice | None) -> Offer:
         raise BadRequestError(f"`tools` has {len(tools)} tools, the limit is {MAX_TOOLS}.", param="tools")
     for k, name in enumerate(names):
         if not TOOL_NAME.fullmatch(name) or name in names[:k]:
-            why = f"`tools.{k}.function.name` must be 1 to 64 letters, digits, _ or -, and no other tool's."
-            raise BadRequestError(why, param=f"tools.{k}.function.name")
+            param = f"tools.{k}.{function_param}name"
+            raise BadRequestError(
+                f"`{param}` must be 1 to 64 letters, digits, _ or -, and no other tool's.", param=param
+            )
     plain = [_plain(tool) for tool in tools]
     if not isinstance(choice, NamedTool):
         return Offer(plain, ToolChoice(choice or "auto"))

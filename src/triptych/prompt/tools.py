@@ -46,13 +46,13 @@ class ToolFormat(StrEnum):
 # -- what the client sends ---------------------------------------------------------------------------------------------
 
 
-def check_parameters(tools: list[Tool]) -> None:
+def check_parameters(tools: list[Tool], function_param: str = "function.") -> None:
     """What grammars and templates read of the tools' schemas; their form and names are `api/tools.py`'s to check.
 
-    Raises BadRequestError that names the field.
+    Raises BadRequestError that names the field; `function_param` comes before those of a tool's function.
     """
     for k, tool in enumerate(tools):
-        parameters, param = tool["function"].get("parameters") or {}, f"tools.{k}.function.parameters"
+        parameters, param = tool["function"].get("parameters") or {}, _parameters_param(k, function_param)
         if parameters.get("type", "object") != "object":
             raise BadRequestError(f"`{param}` must be the JSON schema of an object.", param=param)
         if not isinstance(parameters.get("properties", {}), dict):
@@ -60,6 +60,10 @@ def check_parameters(tools: list[Tool]) -> None:
         required = parameters.get("required", [])
         if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
             raise BadRequestError(f"`{param}.required` must be a list of names.", param=f"{param}.required")
+
+
+def _parameters_param(k: int, function_param: str) -> str:
+    return f"tools.{k}.{function_param}parameters"
 
 
 def tool_name(tool: Tool) -> str:
@@ -74,14 +78,16 @@ def parameters_of(tool: Tool) -> Schema:
 # -- calls that must come ----------------------------------------------------------------------------------------------
 
 
-def tool_grammar(format: ToolFormat, tools: list[Tool], choice: str, parallel: bool) -> str:
+def tool_grammar(
+    format: ToolFormat, tools: list[Tool], choice: str, parallel: bool, function_param: str = "function."
+) -> str:
     """A grammar for workers: the output is one call, or one after the other where `parallel`, and nothing else.
 
     `choice` is "required" for any of the tools, or the name of one, which is then called once. `tools` are checked.
     Arguments match the tool's schema, in the order of its `properties`; in the XML form a string is any text, of its
     schema only `enum` and `const` hold. Takes milliseconds, as `compile_structure` does.
 
-    Raises BadRequestError for a tool that is not there or a schema that cannot be enforced.
+    Raises BadRequestError for a tool that is not there or a schema that cannot be enforced, named as in `check_parameters`.
     """
     chosen = {k: tool for k, tool in enumerate(tools) if choice in ("required", tool_name(tool))}
     if not chosen:
@@ -89,7 +95,7 @@ def tool_grammar(format: ToolFormat, tools: list[Tool], choice: str, parallel: b
     write = _xml_call if format is ToolFormat.XML else _json_call
     rules = {}
     for k, tool in chosen.items():
-        with _fault_of(k):
+        with _fault_of(k, function_param):
             rules[k] = "".join(f"{line}\n" for line in write(f"call{k}", tool))
     every = "".join(rules.values())
     if len(every) > _MAX_CHARACTERS:
@@ -99,17 +105,17 @@ def tool_grammar(format: ToolFormat, tools: list[Tool], choice: str, parallel: b
         return checked(SCHEMA, f"start: call{more}\ncall: {' | '.join(f'call{k}' for k in chosen)}\n{every}")
     except BadRequestError:
         for k, rule in rules.items():
-            with _fault_of(k):
+            with _fault_of(k, function_param):
                 checked(SCHEMA, f"start: call{k}\n{rule}")
         raise
 
 
 @contextmanager
-def _fault_of(k: int) -> Iterator[None]:
+def _fault_of(k: int, function_param: str) -> Iterator[None]:
     try:
         yield
     except BadRequestError as error:
-        raise BadRequestError(error.message, param=f"tools.{k}.function.parameters") from error
+        raise BadRequestError(error.message, param=_parameters_param(k, function_param)) from error
 
 
 def _json_call(rule: str, tool: Tool) -> list[str]:

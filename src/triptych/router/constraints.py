@@ -35,7 +35,7 @@ def call_format(request: Request, builder: PromptBuilder) -> ToolFormat | None:
     """How the output may have calls; None where none are looked for. Raises BadRequestError that names `tools`."""
     if not request.tools or request.tool_choice is ToolChoice.NONE or request.structure is not None:
         return None
-    check_parameters(request.tools)
+    check_parameters(request.tools, request.function_param)
     found = ToolFormat.detect(request.chat_template or builder.template.source)
     if found is None:
         raise BadRequestError("this model's chat template has no form of calls that is known here", param="tools")
@@ -46,7 +46,8 @@ def _grammar(request: Request, calls: ToolFormat | None) -> str:
     if request.structure is not None:
         return compile_structure(request.structure)
     assert calls is not None, "only for calls that must come"
-    return tool_grammar(calls, request.tools, request.forced_tool or "required", request.parallel_tool_calls)
+    choice = request.forced_tool or "required"
+    return tool_grammar(calls, request.tools, choice, request.parallel_tool_calls, request.function_param)
 
 
 def bad_words(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:

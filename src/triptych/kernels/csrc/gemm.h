@@ -45,7 +45,7 @@ struct Weight {
     }
 };
 
-constexpr long STREAMED_BYTES = 1 << 20;
+constexpr long STREAMED_BYTES = 1 << 20;  // more than this would push what is multiplied next out of the second cache
 
 // What a product takes: rows of `width` elements, one after the other. For tile registers they lie in tiles instead: the
 // next 32 elements of a row are `stride` rows further, zeros where `width` ends early. That is an odd number of blocks of
@@ -222,7 +222,8 @@ void multiply_tiled(const Rows<bf16>& x, long first_row, long num_rows, const We
                         run(Lines<tile_elements / LINE>(), half + TILED_STREAM_DISTANCE * tile_elements);
                         continue;
                     }
-                    // Each block of rows fetches its share of the next slice, or of the first of the next panels.
+                    // Each block of rows fetches its share of the next slice, or of the first of the next panels: 32 lines
+                    // go with each tile of inputs, and every two tiles of rows are a block.
                     const bf16* next = half + (is_last ? 2 * num_panels * num_tiles - k : count) * tile_elements;
                     const auto share = [&](auto lines) { run(lines, next + tile / 2 * count * lines.value * LINE); };
                     if (num_row_tiles > 30) {
