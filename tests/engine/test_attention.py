@@ -120,7 +120,7 @@ def _check_steps(dtype: torch.dtype, tolerance: float, way: str, device: torch.d
             total = len(batch.token_ids)
             query = torch.randn(HEADS, total, HEAD_DIM, generator=generator).to(dtype)
             key, value = torch.randn(2, KV_HEADS, total, HEAD_DIM, generator=generator).to(dtype).unbind()
-            output = attention(layer, *(t.to(device) for t in (query, key, value)), 0.3).cpu()
+            output = attention(layer, query.to(device), key.to(device), value.to(device), 0.3).cpu()
             assert output.shape == (total, HEADS, HEAD_DIM)
             for rows in batch.sequences:
                 span, name = slice(rows.first_row, rows.end_row), (owner[rows.first_row], layer)

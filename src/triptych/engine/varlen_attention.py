@@ -36,7 +36,7 @@ class VarlenAttention:
         self._used, self._table = self._tensor(np.array(used, dtype=np.int32)), self._tensor(table)
         self._max_rows, self._max_used = max(rows.num_rows for rows in sequences), max(used)
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._kv.device)
 
     def __call__(

@@ -87,7 +87,8 @@ def tool_grammar(
     Arguments match the tool's schema, in the order of its `properties`; in the XML form a string is any text, of its
     schema only `enum` and `const` hold. Takes milliseconds, as `compile_structure` does.
 
-    Raises BadRequestError for a tool that is not there or a schema that cannot be enforced, named as in `check_parameters`.
+    Raises BadRequestError for a tool that is not there or a schema that cannot be enforced, named as in
+    `check_parameters`.
     """
     chosen = {k: tool for k, tool in enumerate(tools) if choice in ("required", tool_name(tool))}
     if not chosen:

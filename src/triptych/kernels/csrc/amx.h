@@ -66,6 +66,31 @@ class TileRegisters {
 
 constexpr long LINE = 64 / sizeof(bf16);  // elements
 
+// Registers 0 and 1 from 32 sums of each row of a tile at `top`, 2 and 3 from those at `bottom` if HEIGHT is 2; rows are
+// `stride` bytes apart.
+template <int HEIGHT>
+inline __attribute__((always_inline)) void load_sums(bool are_zero, const float* top, const float* bottom, long stride) {
+    if (are_zero) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        return;
+    }
+    _tile_loadd(0, top, stride);
+    if (HEIGHT > 1) _tile_loadd(2, bottom, stride);
+    _tile_loadd(1, top + LANES, stride);
+    if (HEIGHT > 1) _tile_loadd(3, bottom + LANES, stride);
+}
+
+template <int HEIGHT>
+inline __attribute__((always_inline)) void store_sums(float* top, float* bottom, long stride) {
+    _tile_stored(0, top, stride);
+    if (HEIGHT > 1) _tile_stored(2, bottom, stride);
+    _tile_stored(1, top + LANES, stride);
+    if (HEIGHT > 1) _tile_stored(3, bottom + LANES, stride);
+}
+
 // sums (+)= HEIGHT tiles of rows times half a panel, over `count` tiles of inputs. Tile i of rows begins at rows[i], its
 // sums [rows of a tile, 64] at sums[i]. With each tile of inputs LINES lines from `ahead` on are fetched into the second
 // cache.
@@ -75,17 +100,7 @@ inline __attribute__((always_inline)) void multiply_half(const bf16* const (&row
                                                          bool is_first, const bf16* ahead) {
     constexpr long SUMS_STRIDE = 2 * HALF * sizeof(float), STEP_STRIDE = 2 * HALF * sizeof(bf16);
     constexpr long ROW_BYTES = TILE_INPUTS * sizeof(bf16);
-    if (is_first) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    } else {
-        _tile_loadd(0, sums[0], SUMS_STRIDE);
-        if (HEIGHT > 1) _tile_loadd(2, sums[HEIGHT - 1], SUMS_STRIDE);
-        _tile_loadd(1, sums[0] + LANES, SUMS_STRIDE);
-        if (HEIGHT > 1) _tile_loadd(3, sums[HEIGHT - 1] + LANES, SUMS_STRIDE);
-    }
+    load_sums<HEIGHT>(is_first, sums[0], sums[HEIGHT - 1], SUMS_STRIDE);
     for (long t = 0; t < count; ++t) {
 #pragma GCC unroll 32
         for (long line = 0; line < LINES; ++line)
@@ -102,10 +117,7 @@ inline __attribute__((always_inline)) void multiply_half(const bf16* const (&row
         _tile_dpbf16ps(1, 4, 7);
         if (HEIGHT > 1) _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, sums[0], SUMS_STRIDE);
-    if (HEIGHT > 1) _tile_stored(2, sums[HEIGHT - 1], SUMS_STRIDE);
-    _tile_stored(1, sums[0] + LANES, SUMS_STRIDE);
-    if (HEIGHT > 1) _tile_stored(3, sums[HEIGHT - 1] + LANES, SUMS_STRIDE);
+    store_sums<HEIGHT>(sums[0], sums[HEIGHT - 1], SUMS_STRIDE);
 }
 
 }  // namespace triptych

@@ -280,10 +280,7 @@ class Attention {
         const long stride = head_dim_ * sizeof(T);
         for (long t = 0; t < num_tiles; t += 2) {
             const bool is_pair = t + 1 < num_tiles;
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
+            load_sums<HEIGHT>(true, nullptr, nullptr, 0);
             for (long d = 0; d < head_dim_; d += TILE_INPUTS) {
                 _tile_loadd(5, keys[t] + d * TILE, 64);
                 _tile_loadd(4, query + d, stride);
@@ -321,17 +318,7 @@ class Attention {
         const long stride = head_dim_ * sizeof(float), step_stride = head_dim_ * 2 * sizeof(T);
         for (long d = 0; d < head_dim_; d += 2 * LANES) {
             float *top = output_ + d, *bottom = top + second * head_dim_;
-            if (is_first) {
-                _tile_zero(0);
-                _tile_zero(1);
-                _tile_zero(2);
-                _tile_zero(3);
-            } else {
-                _tile_loadd(0, top, stride);
-                _tile_loadd(1, top + LANES, stride);
-                if (HEIGHT > 1) _tile_loadd(2, bottom, stride);
-                if (HEIGHT > 1) _tile_loadd(3, bottom + LANES, stride);
-            }
+            load_sums<HEIGHT>(is_first, top, bottom, stride);
             for (long t = 0; t < num_tiles; t += tokens / TILE) {
                 const T *weights = weights_ + t * TILE, *place = values[t] + d * 2;
                 _tile_loadd(7, place, step_stride);
@@ -345,10 +332,7 @@ class Attention {
                 _tile_loadd(7, place, step_stride);
                 _tile_dpbf16ps(2, 6, 7);
             }
-            _tile_stored(0, top, stride);
-            _tile_stored(1, top + LANES, stride);
-            if (HEIGHT > 1) _tile_stored(2, bottom, stride);
-            if (HEIGHT > 1) _tile_stored(3, bottom + LANES, stride);
+            store_sums<HEIGHT>(top, bottom, stride);
         }
     }
 
