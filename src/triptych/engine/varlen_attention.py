@@ -27,7 +27,7 @@ class VarlenAttention:
         self._kv = kv
         blocks, offsets = np.divmod(batch.slots, kv.shape[4])
         self._blocks, self._offsets = self._tensor(blocks), self._tensor(offsets)
-        sequences = sorted(batch.sequences, key=lambda rows: rows.first_row)
+        sequences = batch.sequences  # in the order of their rows
         used = [rows.num_context + rows.num_rows for rows in sequences]
         table = np.zeros((len(sequences), max(len(rows.blocks) for rows in sequences)), dtype=np.int32)
         for line, rows in zip(table, sequences, strict=True):

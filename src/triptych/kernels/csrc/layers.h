@@ -75,7 +75,8 @@ template <class Finish>
 void linear_tiled(const Rows<bf16>& x, long num_rows, const Weight<bf16>& weight, const Finish& finish) {
     // Several threads take a few panels at a time, because one of them may be much slower than the others for a while; if
     // none is, all take equally many.
-    const long num_panels = weight.num_panels(), are_equal = num_panels % (TILED_PANELS * num_threads()) == 0;
+    const long num_panels = weight.num_panels();
+    const bool are_equal = num_panels % (TILED_PANELS * num_threads()) == 0;
     const long together = num_threads() == 1 ? num_panels : are_equal ? TILED_PANELS : TILED_PANELS / 2;
     for_each((num_panels + together - 1) / together, [&](long task) {
         const long first = task * together, end = std::min(num_panels, first + together);
