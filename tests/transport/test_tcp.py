@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
@@ -15,8 +16,10 @@ from triptych.errors import ConfigError, LinkError, PeerLostError, TransferError
 from triptych.messages import Range
 from triptych.transport import tcp_client, tcp_server, wire
 from triptych.transport.inproc import InProcTransport
+from triptych.transport.io_thread import IoThread
 from triptych.transport.shm import ShmTransport
 from triptych.transport.tcp import TcpTransport
+from triptych.transport.tcp_server import PoolServer
 from triptych.transport.wire import Status, Ticket
 from triptych.types import WorkerAddress
 
@@ -329,6 +332,26 @@ def test_there_are_only_so_many_connections(monkeypatch: pytest.MonkeyPatch) -> 
         assert sorted(map(len, greetings)) == [0, *[wire.GREETING_BYTES] * 3]
         for connection in connections:
             connection.close()
+
+
+def test_a_connection_that_comes_at_the_end_is_closed_too() -> None:
+    """What came while the I/O thread was busy, with its end right behind: a socket that is left open is a warning."""
+    io = IoThread("busy")
+    server = PoolServer(io, memoryview(bytes(10)), "owner", HOST, 0)
+    busy, closing = threading.Event(), threading.Event()
+
+    def be_busy() -> None:
+        busy.set()
+        closing.wait(20)
+
+    io.post(be_busy)
+    busy.wait(20)
+    with socket.create_connection((HOST, server.port), timeout=20) as connection:
+        threading.Timer(0.2, closing.set).start()
+        io.close()
+        gc.collect()
+        with suppress(ConnectionError):  # it had time to greet, or it had not
+            assert len(connection.recv(1000, socket.MSG_WAITALL)) in (0, wire.GREETING_BYTES)
 
 
 def test_a_ticket_is_over_when_it_is_withdrawn() -> None:

@@ -57,6 +57,16 @@ class IoThread:
         self._thread.join()
 
 
+async def readable(sock: socket.socket) -> None:
+    """Wait for bytes, or for a connection if it listens."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)
+
+
 async def receive_into(sock: socket.socket, view: memoryview) -> None:
     """Fill the view. Raises ConnectionError when the other end stops before."""
     loop = asyncio.get_running_loop()

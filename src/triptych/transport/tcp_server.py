@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from triptych.errors import ConfigError
 from triptych.messages import Range
-from triptych.transport.io_thread import IoThread, receive_exactly
+from triptych.transport.io_thread import IoThread, readable, receive_exactly
 from triptych.transport.wire import (
     ID_BYTES,
     NONCE_BYTES,
@@ -78,11 +78,11 @@ class PoolServer:
     # -- in the I/O thread ---------------------------------------------------------------------------------------------
 
     async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
         with self._listener:
             while True:
-                try:
-                    sock, _ = await loop.sock_accept(self._listener)
+                await readable(self._listener)
+                try:  # and not `loop.sock_accept`: a cancel could come between a connection and this task, and leave it open
+                    sock, _ = self._listener.accept()
                 except OSError as error:  # out of descriptors, or a peer that hung up
                     logger.warning("a data connection was not accepted: %s", error)
                     await asyncio.sleep(0.05)
