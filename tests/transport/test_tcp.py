@@ -344,6 +344,8 @@ def test_a_connection_that_comes_at_the_end_is_closed_too() -> None:
         busy.set()
         closing.wait(20)
 
+    with socket.create_connection((HOST, server.port), timeout=20) as first:
+        assert len(first.recv(wire.GREETING_BYTES, socket.MSG_WAITALL)) == wire.GREETING_BYTES
     io.post(be_busy)
     busy.wait(20)
     with socket.create_connection((HOST, server.port), timeout=20) as connection:
