@@ -241,10 +241,15 @@ class Attempt:
         self._demand([mm_hash for mm_hash in self._media if is_wanted(mm_hash)], self.plan.prefill)
 
     def _demand(self, mm_hashes: Iterable[str], consumer: RegisteredWorker) -> None:
+        """Raises NoCapacityError where nobody is left who could encode."""
+        jobs = []
         for mm_hash in mm_hashes:
             self._open[mm_hash] = _OpenItem(None, consumer)
             self._marks.item_demanded(mm_hash)
-            self._queue_item(mm_hash, consumer)
+            jobs.append(self._encode_job(mm_hash, consumer))
+        if jobs:
+            self._registry.require(Stage.ENCODE)
+            self._encodes.demand(jobs)
 
     def _on_embeddings_needed(self, sender: str, mm_hashes: Iterable[str]) -> None:
         """An item that was on its way to the sender already did not arrive: its encode worker failed it."""
@@ -256,19 +261,15 @@ class Attempt:
             else:
                 self._demand([mm_hash], consumer)
 
-    def _queue_item(self, mm_hash: str, consumer: RegisteredWorker) -> None:
-        """Raises NoCapacityError where nobody is left who could encode it."""
-        self._registry.require(Stage.ENCODE)
-        self._encodes.demand(
-            EncodeJob(
-                key=self._key,
-                mm_hash=mm_hash,
-                num_embeds=self._media[mm_hash].metadata.num_embeds,
-                consumer=consumer.name,
-                avoid=[*self._failures.get(mm_hash, ()), *self._registry.cut_off_from(consumer.name)],
-                start=lambda encoder: self._encode_at(encoder, mm_hash, consumer),
-                priority=self._request.priority,
-            )
+    def _encode_job(self, mm_hash: str, consumer: RegisteredWorker) -> EncodeJob:
+        return EncodeJob(
+            key=self._key,
+            mm_hash=mm_hash,
+            num_embeds=self._media[mm_hash].metadata.num_embeds,
+            consumer=consumer.name,
+            avoid=[*self._failures.get(mm_hash, ()), *self._registry.cut_off_from(consumer.name)],
+            start=lambda encoder: self._encode_at(encoder, mm_hash, consumer),
+            priority=self._request.priority,
         )
 
     def _encode_at(self, encoder: RegisteredWorker, mm_hash: str, consumer: RegisteredWorker) -> None:

@@ -8,7 +8,7 @@ encoded before goes to that worker, whose cache may still hold it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,18 +73,19 @@ class EncodeQueue:
         """Nobody can hold the item: no worker has encoded it, and none does."""
         return mm_hash not in self._homes and mm_hash not in self._running
 
-    def demand(self, job: EncodeJob) -> None:
-        """Call `job.start` with a worker, now or when one is free."""
-        running = self._running.get(job.mm_hash)
-        home = self._home(job.mm_hash)
-        if running is not None and running.worker.name not in job.avoid and self._is_live(running.worker):
-            running.keys.add(job.key)
-            job.start(running.worker)
-        elif home is not None and home.name not in job.avoid:
-            self._give(job, home)
-        else:
-            self._wait(job)
-            self.pump()
+    def demand(self, jobs: Iterable[EncodeJob]) -> None:
+        """Call `start` of each with a worker, now or when one is free."""
+        for job in jobs:
+            running = self._running.get(job.mm_hash)
+            home = self._home(job.mm_hash)
+            if running is not None and running.worker.name not in job.avoid and self._is_live(running.worker):
+                running.keys.add(job.key)
+                job.start(running.worker)
+            elif home is not None and home.name not in job.avoid:
+                self._give(job, home)
+            else:
+                self._wait(job)
+        self.pump()
 
     def _wait(self, job: EncodeJob) -> None:
         if job.key not in self._waiting:
@@ -140,23 +141,39 @@ class EncodeQueue:
         full = {worker.name for worker in workers if self._is_full(worker)}
         if len(full) == len(workers):
             return  # the usual case under load: not worth an order
-        for job in list(self._in_order()):
+        for jobs in self._in_order():
+            for job, worker in self._planned(jobs, workers, free_s):
+                if worker.name in full:
+                    continue
+                for same in self._same_items(job.mm_hash):
+                    self._give(same, worker)
+                if self._is_full(worker):
+                    full.add(worker.name)
             if len(full) == len(workers):
                 return
-            if not self._is_waiting(job):
-                continue  # given out with another attempt's
-            worker = self._first_to_finish(job, workers, free_s)
-            free_s[worker.name] += job.num_embeds * worker.seconds_an_embed
-            if worker.name in full:
-                continue
-            self._unqueue(job)
-            for same in [job, *self._same_items(job.mm_hash)]:
-                self._give(same, worker)
-            if self._is_full(worker):
-                full.add(worker.name)
 
-    def _in_order(self) -> Iterator[EncodeJob]:
-        """Lower priorities first; of each, the request with the least left, or in order of arrival.
+    def _planned(
+        self, jobs: Sequence[EncodeJob], workers: Sequence[RegisteredWorker], free_s: dict[str, float]
+    ) -> list[tuple[EncodeJob, RegisteredWorker]]:
+        """The worker that each job of one attempt is meant for; `free_s` counts them then.
+
+        The consumer's share is the first items of the prompt: it would only wait for them, while later ones come to it
+        in time for their prefill.
+        """
+        chosen: list[RegisteredWorker] = []
+        for job in jobs:
+            allowed = workers
+            if not self._config.fan_out and (same := chosen[-1] if chosen else self._at_work_for(job.key)):
+                allowed = [same]
+            worker = self._first_to_finish(job, allowed, free_s)
+            free_s[worker.name] += job.num_embeds * worker.seconds_an_embed
+            chosen.append(worker)
+        if not any(job.avoid for job in jobs):
+            chosen.sort(key=lambda worker: worker.name != jobs[0].consumer)
+        return list(zip(jobs, chosen, strict=True))
+
+    def _in_order(self) -> Iterator[list[EncodeJob]]:
+        """The items of each request. Lower priorities first; of each, the one with the least left, or by arrival.
 
         One that others passed by comes nearer.
         """
@@ -170,15 +187,13 @@ class EncodeQueue:
 
         requests = sorted(self._waiting.values(), key=arrival if self._config.order == "arrival" else smallest)
         for waiting in requests:
-            yield from list(waiting.jobs.values())
+            yield list(waiting.jobs.values())
 
     def _first_to_finish(
         self, job: EncodeJob, workers: Sequence[RegisteredWorker], free_s: dict[str, float]
     ) -> RegisteredWorker:
         fewest = min(job.avoid.count(worker.name) for worker in workers)
         allowed = [worker for worker in workers if job.avoid.count(worker.name) == fewest]
-        if not self._config.fan_out:
-            allowed = [worker for worker in allowed if worker is self._at_work_for(job.key)] or allowed
         rank = {name: i for i, name in enumerate(rendezvous_order(job.mm_hash, [w.name for w in allowed]))}
 
         def finish(worker: RegisteredWorker) -> tuple[float, bool, int]:
@@ -191,15 +206,11 @@ class EncodeQueue:
         return next((running.worker for running in self._running.values() if key in running.keys), None)
 
     def _same_items(self, mm_hash: str) -> list[EncodeJob]:
-        """Take the item out of the other attempts' queues too: one forward serves all."""
+        """Take the item out of all attempts' queues: one forward serves all."""
         jobs = [waiting.jobs[mm_hash] for waiting in self._waiting.values() if mm_hash in waiting.jobs]
         for job in jobs:
             self._unqueue(job)
         return jobs
-
-    def _is_waiting(self, job: EncodeJob) -> bool:
-        waiting = self._waiting.get(job.key)
-        return waiting is not None and job.mm_hash in waiting.jobs
 
     def _unqueue(self, job: EncodeJob) -> None:
         waiting = self._waiting[job.key]
