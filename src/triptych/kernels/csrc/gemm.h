@@ -7,6 +7,8 @@
 
 #pragma once
 
+#include <unistd.h>
+
 #include "amx.h"
 #include "parallel.h"
 #include "scratch.h"
@@ -17,11 +19,16 @@ namespace triptych {
 constexpr long PANEL = 64;     // outputs of a panel
 constexpr int VECTORS = 4;     // of a panel
 constexpr int ROWS = 6;        // of a tile: 6 x 4 sums in 24 of the 32 registers
-// k steps of a panel that all rows are multiplied by before the next ones. With few rows a slice and the next one, which
-// is fetched meanwhile, lie in the first cache (2 x 16 KiB); with many rows a slice lies in the second cache (192 KiB),
-// which saves partial sums.
-constexpr long FEW_ROWS = 48, SHORT_SLICE = 64, LONG_SLICE = 768;
+// k steps of a panel that all rows are multiplied by before the next ones, which are fetched meanwhile. With many rows a
+// slice lies in the second cache (128 KiB), which saves partial sums. With few rows it and the next one lie in the first
+// cache (2 x 16 KiB), if that has room for them and rows.
+constexpr long FEW_ROWS = 48, SHORT_SLICE = 64, LONG_SLICE = 512;
 constexpr long STREAM_DISTANCE = 32;  // k steps ahead of a single tile, which reads a panel once
+
+inline bool has_large_first_cache() {
+    static const bool is_large = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;  // 32 KiB up to Zen 4, 48 from Zen 5 on
+    return is_large;
+}
 
 template <class T>
 struct Weight {
@@ -139,8 +146,8 @@ void multiply_panels(const Rows<T>& x, long num_rows, const Weight<T>& weight, l
                      float* partial, const Expect& expect, const Finish& finish) {
     constexpr long ldb = PANEL * Number<T>::step;
     const long num_steps = weight.num_steps(), num_tiles = (num_rows + ROWS - 1) / ROWS;
-    const bool is_few = num_rows <= FEW_ROWS;
-    const long slice = is_few ? SHORT_SLICE : LONG_SLICE;
+    const bool is_short = num_rows <= FEW_ROWS && has_large_first_cache();
+    const long slice = num_tiles == 1 ? num_steps : is_short ? SHORT_SLICE : LONG_SLICE;
     for (long p = first_panel; p < end_panel; ++p) {
         const T* panel = weight.panel(p);
         for (long k = 0; k < num_steps; k += slice) {
@@ -148,22 +155,23 @@ void multiply_panels(const Rows<T>& x, long num_rows, const Weight<T>& weight, l
             const T* next = panel + (k + (num_tiles == 1 ? STREAM_DISTANCE : steps)) * ldb;
             for (long t = 0; t < num_tiles; ++t) {
                 const long row = num_rows * t / num_tiles, rows = num_rows * (t + 1) / num_tiles - row;
-                // The tiles share the fetching of the next slice: each takes some of the four lines of a step.
+                // The tiles share the fetching of the next slice, each a piece of it from start to end: the processor sees
+                // where that leads. What only some tiles fetch lines of, or what is fetched too far ahead, it does not.
                 const long line = t * VECTORS / num_tiles, lines = (t + 1) * VECTORS / num_tiles - line;
                 const auto run = [&](auto count, auto ahead) {
                     tile<T, decltype(count)::value, decltype(ahead)>(
                         x.data, x.width, row, panel, k, steps, p, partial, k == 0, k + steps == num_steps,
-                        next + line * (64 / sizeof(T)), expect, finish);
+                        next + line * steps * (64 / sizeof(T)), expect, finish);
                 };
                 with_count<ROWS>(rows, [&](auto count) {
                     if (lines == 0) {
                         run(count, Prefetch<0>());
-                    } else if (!is_few) {
-                        run(count, Prefetch<1, _MM_HINT_T1>());
-                    } else if (lines == 1) {
-                        run(count, Prefetch<1>());
+                    } else if (num_tiles == 1) {  // by itself the processor fetches what one tile reads
+                        is_short ? run(count, Prefetch<4>()) : run(count, Prefetch<0>());
+                    } else if (is_short) {
+                        lines == 1 ? run(count, Prefetch<1>()) : run(count, Prefetch<2>());
                     } else {
-                        lines == 2 ? run(count, Prefetch<2>()) : run(count, Prefetch<4>());
+                        lines == 1 ? run(count, Prefetch<1, _MM_HINT_T1>()) : run(count, Prefetch<2, _MM_HINT_T1>());
                     }
                 });
             }

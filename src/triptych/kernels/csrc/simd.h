@@ -130,7 +130,8 @@ inline void prefetch_row(const T* p, long count) {
 
 // sums += rows of `a` times columns of `b`, over `steps` k steps. Row i of `a` begins at a + i * lda; vector j of `b`
 // for step k is the 64 bytes at b[j] + k * ldb. Each sum is made in the order of k whatever MR and NR are, so that a
-// row's result does not depend on the rows beside it. At each step `Ahead::lines` lines at ahead + k * ldb are prefetched.
+// row's result does not depend on the rows beside it. At each step the next `Ahead::lines` lines from `ahead` on are
+// prefetched.
 template <class T, int MR, int NR, class Ahead = Prefetch<0>>
 inline __attribute__((always_inline)) void multiply(__m512 (&sums)[MR][NR], const T* a, long lda,
                                                     const T* const (&b)[NR], long ldb, long steps,
@@ -139,7 +140,7 @@ inline __attribute__((always_inline)) void multiply(__m512 (&sums)[MR][NR], cons
         __m512 column[NR];
 #pragma GCC unroll 8
         for (int line = 0; line < Ahead::lines; ++line)
-            _mm_prefetch((const char*)(ahead + k * ldb) + line * 64, Ahead::hint);
+            _mm_prefetch((const char*)ahead + (k * Ahead::lines + line) * 64, Ahead::hint);
 #pragma GCC unroll 8
         for (int j = 0; j < NR; ++j) column[j] = load_raw(b[j] + k * ldb);
 #pragma GCC unroll 16
