@@ -14,6 +14,7 @@ from torch import nn
 
 from triptych.kernels import library
 from triptych.kernels.library import Activation, Kernels
+from triptych.models import huge_pages
 from triptych.models.swaps import LinearPatchEmbed
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -51,7 +52,7 @@ class PackedLinear(nn.Module):
         self.num_inputs = weight.shape[1]
         self.num_outputs = weight.shape[0] if order is None else len(order)
         weight = weight.detach().contiguous()
-        self.panels = weight.new_empty(self._kernels.packed_elements(self.num_outputs, self.num_inputs))
+        self.panels = huge_pages.empty(self._kernels.packed_elements(self.num_outputs, self.num_inputs), weight.dtype)
         places = None if order is None else order.ctypes.data
         self._kernels.pack(weight.data_ptr(), places, self.num_outputs, self.num_inputs, self.panels.data_ptr())
         self.bias = bias

@@ -81,7 +81,7 @@ class PoolServer:
         with self._listener:
             while True:
                 await readable(self._listener)
-                try:  # and not `loop.sock_accept`: a cancel could come between a connection and this task, and leave it open
+                try:  # not `loop.sock_accept`: a cancel after the connection, before this task, would leave it open
                     sock, _ = self._listener.accept()
                 except OSError as error:  # out of descriptors, or a peer that hung up
                     logger.warning("a data connection was not accepted: %s", error)
