@@ -59,6 +59,7 @@ struct Tiles {
     const T* const* keys;  // one pointer for 16 tokens
     const T* const* values;
     bool in_pairs;  // values of tile 2 i + 1 follow those of tile 2 i, cleared where no token is
+    const T* next[2];  // the first keys of what is attended next; of no use where there are many query rows
 };
 
 // body(first, std::integral_constant<int, n>()) for blocks of SIZE of `total` and a shorter last one.
@@ -101,16 +102,21 @@ class Attention {
             const long count = most - first < SPAN ? most - first : SPAN;
             const long num_tiles = (count + TILE - 1) / TILE;
             const T *const *keys = tiles.keys + first / TILE, *const *values = tiles.values + first / TILE;
+            const auto weigh_span = [&] { weigh(num_rows, [&](long i) { return visible(i) - first; }, num_tiles); };
             if (num_rows <= FEW_QUERIES) {
-                score_few(query, num_rows, keys, values, num_tiles);
+                const long after = (first + SPAN) / TILE, last = (most - 1) / TILE;
+                const T* next[2] = {after > last ? tiles.next[0] : tiles.keys[after],
+                                    after > last ? tiles.next[1] : tiles.keys[std::min(after + 1, last)]};
+                const auto attend_few = [&](auto hint) {
+                    score_few<hint.value>(query, num_rows, keys, values, num_tiles);
+                    weigh_span();
+                    add_values<FEW_QUERIES, 8, hint.value>(num_rows, values, num_tiles, next);
+                };
+                has_large_first_cache() ? attend_few(Hint<_MM_HINT_T0>()) : attend_few(Hint<_MM_HINT_T1>());
             } else {
                 score(query, num_rows, keys, num_tiles);
-            }
-            weigh(num_rows, [&](long i) { return visible(i) - first; }, num_tiles);
-            if (num_rows <= FEW_QUERIES) {
-                add_values<FEW_QUERIES, 8>(num_rows, values, num_tiles);
-            } else {
-                add_values<ROWS, VECTORS>(num_rows, values, num_tiles);
+                weigh_span();
+                add_values<ROWS, VECTORS, _MM_HINT_T0>(num_rows, values, num_tiles, nullptr);
             }
         }
         write(num_rows, out);
@@ -134,12 +140,14 @@ class Attention {
         });
     }
 
-    // The rows of a decode step: memory is what takes time, so tile by tile, the second next one on its way.
+    // The rows of a decode step: memory is what takes time, so tile by tile, the second next one on its way. A small first
+    // cache has too few places for what is on its way to it.
+    template <_mm_hint HINT>
     void score_few(const T* query, long num_rows, const T* const* keys, const T* const* values, long num_tiles) {
         for (long t = 0; t < num_tiles; ++t) {
             const T* ahead = t + 2 < num_tiles ? keys[t + 2] : values[t + 2 - num_tiles < num_tiles ? t + 2 - num_tiles : 0];
             for_blocks<FEW_QUERIES>(num_rows, [&](long row, auto rows) {
-                score_block<rows.value, 1, Prefetch<1>>(query, row, t, keys + t, ahead);
+                score_block<rows.value, 1, Prefetch<1, HINT>>(query, row, t, keys + t, ahead);
             });
         }
     }
@@ -227,20 +235,21 @@ class Attention {
         }
     };
 
-    // With few rows MOST_VECTORS are all that a head has, and each tile is read from start to end.
-    template <int MOST_ROWS, int MOST_VECTORS>
-    void add_values(long num_rows, const T* const* values, long num_tiles) {
+    // With few rows MOST_VECTORS are all that a head has, and each tile is read from start to end, the second next one on
+    // its way; after the last ones those of `next`.
+    template <int MOST_ROWS, int MOST_VECTORS, _mm_hint HINT>
+    void add_values(long num_rows, const T* const* values, long num_tiles, const T* const* next) {
         for_blocks<MOST_VECTORS>(head_dim_ / LANES, [&](long first, auto vectors) {
             for_blocks<MOST_ROWS>(num_rows, [&](long row, auto rows) {
-                add_values_block<rows.value, vectors.value>(row, first, values, num_tiles);
+                add_values_block<rows.value, vectors.value, HINT>(row, first, values, num_tiles, next);
             });
         });
     }
 
-    template <int MR, int NR>
-    void add_values_block(long row, long first, const T* const* values, long num_tiles) {
+    template <int MR, int NR, _mm_hint HINT>
+    void add_values_block(long row, long first, const T* const* values, long num_tiles, const T* const* next) {
         constexpr int step = Number<T>::step;
-        using Ahead = Prefetch<NR == 8 ? 8 : 0>;
+        using Ahead = Prefetch<NR == 8 ? 8 : 0, HINT>;
         float* output = output_ + row * head_dim_ + first * LANES;
         __m512 sums[MR][NR];
         for (int i = 0; i < MR; ++i)
@@ -250,8 +259,10 @@ class Attention {
         for (long t = 0; t < num_tiles; ++t) {
             const T* columns[NR];
             for (int j = 0; j < NR; ++j) columns[j] = values[t] + (first + j) * LANES * step;
+            const long later = t + 2 - num_tiles;
+            const T* ahead = NR < 8 ? nullptr : later < 0 ? values[t + 2] : next[later];
             multiply<T, MR, NR, Ahead>(sums, weights_ + row * SPAN + t * TILE, SPAN, columns, head_dim_ * step,
-                                       TILE / step, values[t + 1 < num_tiles ? t + 1 : t]);
+                                       TILE / step, ahead);
         }
         for (int i = 0; i < MR; ++i)
             for (int j = 0; j < NR; ++j) _mm512_storeu_ps(output + i * head_dim_ + j * LANES, sums[i][j]);

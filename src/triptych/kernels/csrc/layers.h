@@ -249,19 +249,28 @@ template <class T>
 void attend_blocks(const DecoderLayer& layer, const Step& step, long n, const T* queries, const KVPlace<T>& kv,
                    const Rows<T>& attended) {
     const long D = layer.head_dim, group = layer.num_heads / layer.num_kv_heads, tiles_a_block = step.block_size / TILE;
-    for_each(step.num_queries * layer.num_kv_heads, [&](long task) {
-        const Query& query = step.queries[task / layer.num_kv_heads];
-        const long head = task % layer.num_kv_heads;
-        const long num_tiles = (query.context + query.num_rows + TILE - 1) / TILE;
+    const long num_tasks = step.num_queries * layer.num_kv_heads;
+    const auto query_of = [&](long task) -> const Query& { return step.queries[task / layer.num_kv_heads]; };
+    const auto tiles_of = [&](const Query& query) { return (query.context + query.num_rows + TILE - 1) / TILE; };
+    const auto keys_of = [&](long task, long t) {
+        const long block = step.block_table[query_of(task).first_block + t / tiles_a_block];
+        return kv.keys(block, task % layer.num_kv_heads) + t % tiles_a_block * TILE * D;
+    };
+    const long values_apart = layer.num_kv_heads * step.block_size * D;  // of the keys of the same tokens
+    for_each(num_tasks, [&](long task) {
+        const Query& query = query_of(task);
+        const long head = task % layer.num_kv_heads, num_tiles = tiles_of(query);
         const size_t pointer_floats = 2 * num_tiles * sizeof(T*) / sizeof(float);
         float* memory = thread_scratch().take<float>(pointer_floats + LANES + Attention<T>::scratch_floats(D));
         const T** keys = reinterpret_cast<const T**>(memory);
         const T** values = keys + num_tiles;
         for (long t = 0; t < num_tiles; ++t) {
-            const long block = step.block_table[query.first_block + t / tiles_a_block];
-            keys[t] = kv.keys(block, head) + t % tiles_a_block * TILE * D;
-            values[t] = kv.values(block, head) + t % tiles_a_block * TILE * D;
+            keys[t] = keys_of(task, t);
+            values[t] = keys[t] + values_apart;
         }
+        const long later = std::min(task + 1, num_tasks - 1);
+        const Tiles<T> tiles{keys, values, kv.in_pairs(),
+                             {keys_of(later, 0), keys_of(later, std::min(1L, tiles_of(query_of(later)) - 1))}};
         Attention<T> attention(D, layer.scale, memory + (pointer_floats + LANES - 1) / LANES * LANES);
         const long num_rows = query.num_rows * group;
         const T* rows = queries + (head * n + query.first_row) * group * D;
@@ -269,7 +278,7 @@ void attend_blocks(const DecoderLayer& layer, const Step& step, long n, const T*
         for (long first = 0; first < num_rows; first += most) {
             const long count = std::min(most, num_rows - first);
             attention.attend(
-                rows + first * D, count, Tiles<T>{keys, values, kv.in_pairs()},
+                rows + first * D, count, tiles,
                 [&](long i) { return query.context + (first + i) / group + 1; },
                 [&](long i, long d) {
                     const long row = query.first_row + (first + i) / group;
@@ -373,7 +382,7 @@ void attend_window(const VisionBlock& block, const float* cos, const float* sin,
     for (long from = 0; from < n; from += most) {
         const long count = std::min(most, n - from);
         attention.attend(
-            queries + from * D, count, Tiles<T>{keys, values, true}, [&](long) { return n; },
+            queries + from * D, count, Tiles<T>{keys, values, true, {keys[0], keys[0]}}, [&](long) { return n; },
             [&](long i, long d) { return attended.at(first + from + i, head * D + d); });
     }
 }

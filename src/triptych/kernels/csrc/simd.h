@@ -122,6 +122,9 @@ struct Prefetch {
     static constexpr _mm_hint hint = HINT;
 };
 
+template <_mm_hint HINT>
+using Hint = std::integral_constant<_mm_hint, HINT>;
+
 // The `count` elements at p are read soon. For rows that lie too far from each other for the hardware to see a pattern.
 template <class T>
 inline void prefetch_row(const T* p, long count) {
