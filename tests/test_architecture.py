@@ -86,7 +86,9 @@ HEAVY_MODULES = frozenset(
     {"worker", "testing", "testing_checkpoints", "bench.ceiling_probe"}  # the probe is a script of its own process
     | {
         f"engine.{name}"
-        for name in ("attention", "batch", "logits", "logprobs", "runner", "sampler", "varlen_attention")
+        for name in (
+            *("attention", "batch", "decode_graphs", "logits", "logprobs", "runner", "sampler", "varlen_attention"),
+        )
     }
 )
 # The router opens the model by these; a family's file is one of them.

@@ -27,13 +27,13 @@ def _plain(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale:
     """[heads, n, d] over [KV heads, total, d], the last n tokens asking; returns [n, heads, d]."""
     n, total = query.shape[1], keys.shape[1]
     mask = torch.ones(n, total, dtype=torch.bool).tril(total - n)
-    keys, values = (t.float().repeat_interleave(HEADS // KV_HEADS, 0) for t in (keys, values))
+    keys, values = (t.float().repeat_interleave(len(query) // len(t), 0) for t in (keys, values))
     return functional.scaled_dot_product_attention(query.float(), keys, values, attn_mask=mask, scale=scale).transpose(
         0, 1
     )
 
 
-def _documented_varlen_attn(
+def documented_varlen_attn(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -55,7 +55,8 @@ def _documented_varlen_attn(
     assert query.is_contiguous()
     assert key.stride(-1) == 1
     bounds = cu_seq_q.tolist()
-    assert (bounds[0], bounds[-1], max_k) == (0, len(query), int(seqused_k.max()))
+    assert (bounds[0], bounds[-1]) == (0, len(query))
+    assert max_k >= int(seqused_k.max())
     assert max_q == max(end - first for first, end in pairwise(bounds))
     output = torch.empty_like(query)
     for i, (first, end) in enumerate(pairwise(bounds)):
@@ -71,7 +72,7 @@ def test_equals_plain_attention(
     dtype: torch.dtype, tolerance: float, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`masked` and `varlen` are the ways of other devices than the CPU, here run on the CPU."""
-    monkeypatch.setattr(varlen_attention, "varlen_attn", _documented_varlen_attn)
+    monkeypatch.setattr(varlen_attention, "varlen_attn", documented_varlen_attn)
     _check_steps(dtype, tolerance, way, torch.device("cpu"), BLOCK_SIZE)
 
 
@@ -112,7 +113,7 @@ def _check_steps(dtype: torch.dtype, tolerance: float, way: str, device: torch.d
         owner = {rows.first_row: i for rows in batch.sequences for i in range(4) if rows.blocks[0] == tables[i][0]}
         attention: StepAttention | VarlenAttention
         if way == "varlen":
-            attention = VarlenAttention(kv, batch)
+            attention = VarlenAttention.of(kv, batch)
         else:
             attention = StepAttention(kv, batch)
             attention._is_cpu = way == "cpu"

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -113,13 +113,17 @@ def _expected(full: Any, spec: ModelSpec, token_ids: list[int], inputs: list[Any
 
 @pytest.fixture(scope="module", params=itertools.product(FAMILIES, BACKENDS), ids=str)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    from transformers import AutoModelForImageTextToText
-
-    torch.set_num_threads(1)
     family, (kernels, block_size) = request.param
     if kernels == "native" and not library.available():
         pytest.skip(why_no_kernels())
-    folder = make_checkpoint(family, tmp_path_factory.mktemp(family), seed=11)
+    return make_model(family, kernels, block_size, tmp_path_factory.mktemp(family))
+
+
+def make_model(family: FamilyName, kernels: Literal["torch", "native"], block_size: int, folder: Path) -> Model:
+    from transformers import AutoModelForImageTextToText
+
+    torch.set_num_threads(1)
+    folder = make_checkpoint(family, folder, seed=11)
     full = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     spec = open_model(str(folder), ModelConfig(device="cpu", kernels=kernels))
     rng = random.Random(4)

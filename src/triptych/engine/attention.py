@@ -31,7 +31,7 @@ class _Sequence(NamedTuple):
 
 def step_attention(kv: torch.Tensor, batch: StepBatch) -> StepAttention | VarlenAttention:
     """What the layers of one step call."""
-    return (VarlenAttention if varlen_attention.can_run(kv) else StepAttention)(kv, batch)
+    return VarlenAttention.of(kv, batch) if varlen_attention.can_run(kv) else StepAttention(kv, batch)
 
 
 class StepAttention:

@@ -12,10 +12,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from triptych.engine import varlen_attention
 from triptych.engine.attention import NAME, register_attention, step_attention
 from triptych.engine.batch import EmbeddingSlice, ScoredRows, SequenceChunk, StepBatch, StepLogits
+from triptych.engine.decode_graphs import CudaRecorder, DecodeGraphs
 from triptych.engine.kv_blocks import SCRATCH_BLOCK
 from triptych.engine.logprobs import score
+from triptych.engine.varlen_attention import VarlenAttention
 from triptych.errors import ConfigError, EngineError
 from triptych.messages import Logprobs
 from triptych.models.family import Part
@@ -60,6 +63,9 @@ class ModelRunner:
         self._block_size = block_size
         self._language = language
         self._native = NativeLanguage(language, kv) if use_kernels else None
+        self._graphs: DecodeGraphs | None = None
+        if varlen_attention.can_run(kv):
+            self._graphs = DecodeGraphs(kv, self._decode, spec.max_model_len, CudaRecorder())
         self._hidden = spec.family.text.hidden
         self._vocab = spec.family.text.vocab
         self._num_deepstack = spec.family.vision.num_deepstack
@@ -104,6 +110,8 @@ class ModelRunner:
     def forward(self, chunks: Sequence[SequenceChunk]) -> StepLogits:
         """Writes the KV of all chunks."""
         batch = StepBatch.pack(chunks, self._block_size)
+        if self._graphs is not None and (logits := self._graphs.logits(batch)) is not None:
+            return StepLogits(logits, [])
         embeds = self._language.embed(self._tensor(batch.token_ids))
         deepstack = self._merge(embeds, batch.embeddings)
         if self._native is not None:
@@ -115,6 +123,10 @@ class ModelRunner:
             hidden = self._language(embeds, self._tensor(batch.positions), step=step, **masks)
             sampled = hidden[self._tensor(batch.sample_rows)]
         return StepLogits(self._logits(sampled), [self._scores(hidden, rows) for rows in batch.scored])
+
+    def _decode(self, token_ids: torch.Tensor, positions: torch.Tensor, step: VarlenAttention) -> torch.Tensor:
+        """Logits of all rows."""
+        return self._language.logits(self._language(self._language.embed(token_ids), positions, step=step))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if not len(hidden):
