@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # sequences; a larger step runs without a graph
 WARM_UPS = 2  # kernels that are made or chosen in their first call, outside of the graph
 
-
 # Token ids [T] at rotary positions [3, T] to logits [T, vocabulary].
 Decode = Callable[[torch.Tensor, torch.Tensor, VarlenAttention], torch.Tensor]
 

@@ -22,7 +22,7 @@ _chunk = torch.empty(0, dtype=torch.uint8)  # what is left of the last one
 
 
 def empty(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """[num_elements], uninitialised, its first byte at the begin of a cache line. It keeps its chunk alive."""
+    """[num_elements], uninitialised, it begins with a cache line. It keeps its chunk alive."""
     global _chunk
     num_bytes = -(-num_elements * dtype.itemsize // LINE_BYTES) * LINE_BYTES
     with _lock:
