@@ -291,6 +291,18 @@ def test_without_fan_out_the_items_of_a_request_go_to_one_worker() -> None:
     assert workers["r"] != workers["s"]
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_without_fan_out_an_item_leaves_a_worker_that_failed_it_or_was_lost(is_lost: bool) -> None:
+    drive = Drive(("e0", [E]), ("e1", [E]), fan_out=False)
+    drive.demand("r", "a", "b")
+    failed = drive.given[0][2]
+    if is_lost:
+        drive.told.registry.lost(failed)
+    drive.queue.failed("a", ("r", 0))  # "b" is with that worker still, as far as the queue knows
+    drive.demand("r", "a", avoid=[failed])
+    assert drive.given[2][2] != failed
+
+
 def test_where_every_worker_is_to_be_avoided_the_one_with_fewest_reasons_is_taken() -> None:
     drive = Drive(("e0", [E]), ("e1", [E]))
     for k in range(8):

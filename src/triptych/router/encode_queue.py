@@ -162,10 +162,8 @@ class EncodeQueue:
         """
         chosen: list[RegisteredWorker] = []
         for job in jobs:
-            allowed = workers
-            if not self._config.fan_out and (same := chosen[-1] if chosen else self._at_work_for(job.key)):
-                allowed = [same]
-            worker = self._first_to_finish(job, allowed, free_s)
+            same = None if self._config.fan_out else chosen[-1] if chosen else self._at_work_for(job.key)
+            worker = self._first_to_finish(job, workers, free_s, same)
             free_s[worker.name] += job.num_embeds * worker.seconds_an_embed
             chosen.append(worker)
         if not any(job.avoid for job in jobs):
@@ -190,10 +188,16 @@ class EncodeQueue:
             yield list(waiting.jobs.values())
 
     def _first_to_finish(
-        self, job: EncodeJob, workers: Sequence[RegisteredWorker], free_s: dict[str, float]
+        self,
+        job: EncodeJob,
+        workers: Sequence[RegisteredWorker],
+        free_s: dict[str, float],
+        same: RegisteredWorker | None,
     ) -> RegisteredWorker:
+        """`same` if that is one of those to choose from."""
         fewest = min(job.avoid.count(worker.name) for worker in workers)
         allowed = [worker for worker in workers if job.avoid.count(worker.name) == fewest]
+        allowed = [worker for worker in allowed if worker is same] or allowed
         rank = {name: i for i, name in enumerate(rendezvous_order(job.mm_hash, [w.name for w in allowed]))}
 
         def finish(worker: RegisteredWorker) -> tuple[float, bool, int]:
