@@ -87,7 +87,14 @@ HEAVY_MODULES = frozenset(
     | {
         f"engine.{name}"
         for name in (
-            *("attention", "batch", "decode_graphs", "logits", "logprobs", "runner", "sampler", "varlen_attention"),
+            "attention",
+            "batch",
+            "decode_graphs",
+            "logits",
+            "logprobs",
+            "runner",
+            "sampler",
+            "varlen_attention",
         )
     }
 )

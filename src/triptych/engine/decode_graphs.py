@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from triptych.engine.batch import StepBatch
@@ -105,24 +104,19 @@ class _DecodeGraph:
         self._logits, self._replay = recorder(lambda: decode(self._token_ids, self._positions, attention))
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        count, rows = len(batch.sequences), self._rows
-        blocks, offsets = np.divmod(batch.slots, self._block_size)
-        table = np.full((len(rows.used), max(len(each.blocks) for each in batch.sequences)), SCRATCH_BLOCK, np.int32)
-        for line, each in zip(table, batch.sequences, strict=False):
-            line[: len(each.blocks)] = each.blocks
-        used = np.array([each.num_context + 1 for each in batch.sequences], dtype=np.int32)
-        self._put(self._token_ids, batch.token_ids, 0)
-        self._put(self._positions, batch.positions, 0)
-        self._put(rows.blocks, blocks, SCRATCH_BLOCK)
-        self._put(rows.offsets, offsets, 0)
-        self._put(rows.used, used, 1)
-        rows.table[:, : table.shape[1]].copy_(torch.from_numpy(table))  # nobody reads beyond what is used
+        count, places = len(batch.sequences), self._rows
+        rows = VarlenRows.of(batch, self._block_size, torch.device("cpu"))
+        for place, values, rest in (
+            (self._token_ids, torch.from_numpy(batch.token_ids), 0),
+            (self._positions, torch.from_numpy(batch.positions), 0),
+            (places.blocks, rows.blocks, SCRATCH_BLOCK),
+            (places.offsets, rows.offsets, 0),
+            (places.used, rows.used, 1),
+        ):
+            place[..., :count].copy_(values)
+            place[..., count:].fill_(rest)
+        # Of a line nobody reads more blocks than are used.
+        places.table[:count, : rows.table.shape[1]].copy_(rows.table)
+        places.table[count:, 0].fill_(SCRATCH_BLOCK)
         self._replay()
         return self._logits[:count].clone()  # the next step writes there again
-
-    @staticmethod
-    def _put(place: torch.Tensor, values: np.ndarray, rest: int) -> None:
-        """Into the first columns; `rest` into the others."""
-        count = values.shape[-1]
-        place[..., :count].copy_(torch.from_numpy(values))
-        place[..., count:].fill_(rest)
