@@ -47,6 +47,10 @@ class Cut(NamedTuple):
     other: str
 
 
+class _Late(NamedTuple):
+    """The request's time is over."""
+
+
 class _OpenItem(NamedTuple):
     """An item that was demanded and that its consumer does not hold yet."""
 
@@ -84,7 +88,7 @@ class Attempt:
         self._deadline_s = deadline_s
         self._max_encodes = parts.config.max_attempts
         self._eager = parts.eager_encode
-        self._inbox: asyncio.Queue[FromWorker | Lost | Cut] = asyncio.Queue()
+        self._inbox: asyncio.Queue[FromWorker | Lost | Cut | _Late] = asyncio.Queue()
         self._failures: dict[str, list[str]] = {}  # by item: the encode workers that failed it
         self._open: dict[str, _OpenItem] = {}
         self._involved: dict[str, WorkerAddress] = {}  # by epoch: everyone who may hold something of this attempt
@@ -110,28 +114,39 @@ class Attempt:
         self._submit(output_ids)
         self._demand_new_items()
         next_index = len(output_ids)
-        while True:
-            event = await self._next_event()
-            if isinstance(event, FromWorker):
+        # One timer, and no timeout around each wait: that would cost every token.
+        left_s = self._deadline_s - self._clock.now()
+        deadline = asyncio.get_running_loop().call_later(left_s, self._inbox.put_nowait, _Late())
+        try:
+            while True:
+                self._take(await self._inbox.get(), output_ids)
+                while (output := self._early.pop(next_index, None)) is not None:
+                    next_index += len(output.token_ids)
+                    self._prefilled()
+                    self._grow(len(output.token_ids))
+                    if output.decode is not None and not self._decode_began:
+                        self._decode_began = True
+                        self._registry.reached(self.plan.prefill.name, self.plan.decode.name)
+                    yield output
+                    if output.finish_reason is not None:
+                        return
+        finally:
+            deadline.cancel()
+
+    def _take(self, event: FromWorker | Lost | Cut | _Late, output_ids: list[int]) -> None:
+        match event:
+            case FromWorker(sender, message):
                 self._require_possible(event)
-            if isinstance(event, Lost):
-                self._on_lost(event.address)
-            elif isinstance(event, Cut):
+                if isinstance(message, TokenOutput):
+                    self._early[message.index] = message
+                else:
+                    self._on_message(sender, message, output_ids)
+            case Lost(address):
+                self._on_lost(address)
+            case Cut():
                 self._on_cut(event)
-            elif isinstance(event.message, TokenOutput):
-                self._early[event.message.index] = event.message
-            else:
-                self._on_message(event.sender, event.message, output_ids)
-            while (output := self._early.pop(next_index, None)) is not None:
-                next_index += len(output.token_ids)
-                self._prefilled()
-                self._grow(len(output.token_ids))
-                if output.decode is not None and not self._decode_began:
-                    self._decode_began = True
-                    self._registry.reached(self.plan.prefill.name, self.plan.decode.name)
-                yield output
-                if output.finish_reason is not None:
-                    return
+            case _Late():
+                raise DeadlineExceededError("the request did not end within its deadline")
 
     def _require_possible(self, event: FromWorker) -> None:
         """Raises EngineError for what no worker of this build says."""
@@ -144,15 +159,6 @@ class Attempt:
         for worker in (self.plan.prefill, self.plan.decode):
             if self._registry.find(worker.name, worker.address.epoch) is None:
                 raise WorkerLostError(f"{worker.name} was lost before the attempt began")
-
-    async def _next_event(self) -> FromWorker | Lost | Cut:
-        left_s = self._deadline_s - self._clock.now()
-        try:
-            # Not wait_for: in Python 3.11 it swallows a cancel that comes together with a message.
-            async with asyncio.timeout(left_s):
-                return await self._inbox.get()
-        except TimeoutError:
-            raise DeadlineExceededError("the request did not end within its deadline") from None
 
     def _submit(self, output_ids: list[int]) -> None:
         message = messages.Prefill(

@@ -143,18 +143,18 @@ class Mailbox:
 
     def receive(self, timeout_s: float) -> list[messages.Envelope]:
         """All messages that are here; waits up to `timeout_s` for a first one or for `wake`."""
-        self._poller.poll(int(timeout_s * 1000))
-        with contextlib.suppress(BlockingIOError):  # nobody called wake
-            os.eventfd_read(self._wake_fd)
+        if timeout_s > 0:  # between two steps there is nothing to wait for, and a call of `wake` stays for later
+            self._poller.poll(int(timeout_s * 1000))
+            with contextlib.suppress(BlockingIOError):  # nobody called wake
+                os.eventfd_read(self._wake_fd)
         self._report_lost_links()
         received = []
-        while True:
+        while self._inbox.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             try:
                 received.append(messages.decode(self._inbox.recv(zmq.DONTWAIT)))
-            except zmq.Again:
-                return received
             except msgspec.DecodeError as error:
                 logger.warning("a message was dropped: %s", error)
+        return received
 
     def _report_lost_links(self) -> None:
         now = time.monotonic()
