@@ -68,6 +68,15 @@ def test_the_shortest_prompt_is_admitted_first() -> None:
     assert drive.statuses() == {"a": Status.RUNNING, "b": Status.WAITING, "c": Status.RUNNING}
 
 
+def test_what_a_long_prompt_has_computed_itself_does_not_put_it_before_a_short_one() -> None:
+    drive = Drive(num_blocks=60, max_num_batched_tokens=8)
+    drive.add(text("z", 80))
+    for _ in range(5):
+        assert drive.step() == {"z": 8}
+    drive.add(text("a", 6))
+    assert drive.step() == {"a": 6, "z": 2}
+
+
 def test_a_long_prompt_that_others_passed_by_goes_first_in_the_end() -> None:
     drive = Drive(num_blocks=60, max_num_batched_tokens=8)
     drive.add(text("z", 40))

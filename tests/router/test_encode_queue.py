@@ -89,6 +89,15 @@ def test_the_request_with_the_least_left_goes_first() -> None:
     assert drive.run()[2:4] == ["s0", "s1"]
 
 
+def test_what_a_request_was_given_itself_does_not_put_it_before_a_small_one() -> None:
+    drive = Drive(("e0", [E]))
+    drive.demand("large", *(f"l{k}" for k in range(20)))
+    for k in range(10):
+        drive.done("large", f"l{k}")
+    drive.demand("small", "s0")
+    assert drive.run()[12:14] == ["s0", "l12"]  # two were at hand
+
+
 def test_by_arrival_nobody_overtakes() -> None:
     drive = Drive(("e0", [E]), order="arrival")
     drive.demand("first", "x", "y")

@@ -17,8 +17,6 @@ from triptych.engine.request_state import RequestKey, RequestState, Status
 from triptych.engine.step_times import StepTimes
 from triptych.types import FinishReason
 
-AGEING = 2.0  # of what passes a request by: later ones may delay it by half of its own tokens
-
 
 class ScheduledChunk(NamedTuple):
     """The next `num_tokens` tokens of one request; `samples` when they reach its last token."""
@@ -84,11 +82,12 @@ class Scheduler:
     def add(self, request: RequestState) -> None:
         self._num_arrivals += 1
         request.arrival = self._num_arrivals
-        request.prompt_tokens_before = self._num_prompt_tokens
         self._waiting[request.key] = request
         if not request.kv_from_elsewhere:  # the items that its cached blocks cover are not asked for
             request.pinned_blocks = self._cached_blocks(request)
             self._pool.acquire(request.pinned_blocks)
+        num_cached = len(request.pinned_blocks) * self._config.block_size
+        request.virtual_finish = self._num_prompt_tokens + len(request.token_ids) - num_cached
 
     def get(self, key: RequestKey) -> RequestState | None:
         return self._running.get(key) or self._waiting.get(key)
@@ -104,29 +103,35 @@ class Scheduler:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep:
-        """Decode rows first, then prefills, then admission, most urgent first and within the budget of tokens."""
+        """Decode rows first, then prompts, running and waiting ones alike, most urgent first and within the budget."""
         budget = self._config.max_num_batched_tokens
         chunks: dict[RequestKey, ScheduledChunk] = {}
         preempted_before = self.num_preemptions
         decoding = [request for request in self._running.values() if request.is_decoding]
-        prefilling = [request for request in self._running.values() if not request.is_decoding]
+        prompts = [request for request in self._running.values() if not request.is_decoding]
         for request in decoding:
             if budget and request.key in self._running:
                 budget -= self._plan_chunk(request, budget, chunks)
         if chunks:
             budget = min(budget, self.step_times.prompt_tokens_within(self._config.decode_stall_s))
-        for request in sorted(prefilling, key=self._urgency):
+        admitted: list[RequestState] = []
+        has_room = True  # one that finds no blocks is not overtaken
+        for request in sorted([*prompts, *self._waiting.values()], key=self._urgency):
+            if request.key not in self._running:
+                if not has_room or self.num_preemptions > preempted_before:
+                    continue
+                has_room = self._admit(request, budget, admitted)
             if budget and request.key in self._running and request.status is not Status.WAITING_FOR_KV:
                 budget -= self._plan_chunk(request, budget, chunks)
-        admitted: list[RequestState] = []
-        if self.num_preemptions == preempted_before:
-            self._admit(budget, chunks, admitted)
         return ScheduledStep(list(chunks.values()), admitted)
 
-    def _urgency(self, request: RequestState) -> tuple[int, float, int]:
-        """By priority, then the shortest remaining prompt; one that others passed by comes nearer with their tokens."""
-        passed = self._num_prompt_tokens - request.prompt_tokens_before
-        return request.priority, request.num_tokens_to_compute - AGEING * passed, request.arrival
+    def _urgency(self, request: RequestState) -> tuple[int, int, int]:
+        """By priority, then as in fair queueing: the prompt that would be done first if all had begun when they came.
+
+        A short one goes before a long one that came earlier, until as many tokens as the long one has were computed
+        since; equal ones stay in order.
+        """
+        return request.priority, request.virtual_finish, request.arrival
 
     def _plan_chunk(self, request: RequestState, budget: int, chunks: dict[RequestKey, ScheduledChunk]) -> int:
         """Plan the request's next chunk if it can go on; the number of tokens it takes."""
@@ -153,28 +158,26 @@ class Scheduler:
                 return ready
         return len(request.token_ids) - num_computed_tokens - (not self._may_sample(request))
 
-    def _admit(self, budget: int, chunks: dict[RequestKey, ScheduledChunk], admitted: list[RequestState]) -> None:
-        """Give blocks to waiting requests, most urgent first; one that lacks embeddings holds up nobody."""
-        for request in sorted(self._waiting.values(), key=self._urgency):
-            if len(self._running) >= self._config.max_num_seqs:
-                return
-            if request.kv_from_elsewhere:
-                if self._finds_more_in_the_next_step(request, admitted):
-                    continue
-                if not self._take_blocks(request, len(request.token_ids)):
-                    return
-                request.set_status(Status.WAITING_FOR_KV, self._clock.now())
-                admitted.append(request)
-                continue
-            if budget == 0:
-                return
-            num_cached = self.num_cached_tokens(request)
-            num_tokens = min(self._num_ready_tokens(request, num_cached), budget)
-            if num_tokens == 0:
-                continue
-            if not self._take_blocks(request, num_cached + num_tokens):
-                return
-            budget -= self._plan_chunk(request, budget, chunks)
+    def _admit(self, request: RequestState, budget: int, admitted: list[RequestState]) -> bool:
+        """Give blocks to a waiting request if it can go on with them; False where there are none.
+
+        One that lacks embeddings holds up nobody.
+        """
+        if len(self._running) >= self._config.max_num_seqs:
+            return False
+        if request.kv_from_elsewhere:
+            if self._finds_more_in_the_next_step(request, admitted):
+                return True
+            if not self._take_blocks(request, len(request.token_ids)):
+                return False
+            request.set_status(Status.WAITING_FOR_KV, self._clock.now())
+            admitted.append(request)
+            return True
+        if budget == 0:
+            return True
+        num_cached = self.num_cached_tokens(request)
+        num_tokens = min(self._num_ready_tokens(request, num_cached), budget)
+        return num_tokens == 0 or self._take_blocks(request, num_cached + num_tokens)
 
     def _finds_more_in_the_next_step(self, request: RequestState, admitted: list[RequestState]) -> bool:
         """Whether a block that it lacks is fetched for another one: then there is no need to fetch it twice."""

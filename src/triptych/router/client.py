@@ -140,7 +140,7 @@ class _Inbox:
         self._socket = socket
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
-        self._fd: int = socket.getsockopt(zmq.FD)
+        self._fd = socket.fileno()
         self._loop.add_reader(self._fd, self._read)
         self._next: asyncio.Handle | None = None
         self._read()
@@ -149,7 +149,7 @@ class _Inbox:
         """ZeroMQ's file descriptor tells only of what is new: nothing may be left unread without a next turn."""
         self._next = None
         for _ in range(MOST_AT_ONCE):
-            if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
             try:
                 self._on_frames(self._socket.recv_multipart(zmq.DONTWAIT))

@@ -21,7 +21,6 @@ AttemptKey = tuple[str, int]  # request_id, attempt
 
 MIN_WINDOW_ITEMS = 2  # a worker has its next item at hand when one is done
 MAX_HOMES = 200_000  # items whose worker is remembered: more than any encoder cache holds
-AGEING = 2.0  # of what passes a request by: later ones may delay it by half of its own embeds
 
 
 class EncodeJob(NamedTuple):
@@ -41,13 +40,18 @@ class _Waiting:
     """The jobs of one attempt that no worker has got, in the order of the prompt."""
 
     arrival: int
-    passed_before: int  # embeds given out when it came
+    num_given: int  # embeds of all attempts given out when it came, and of its own since
     priority: int
     jobs: OrderedDict[str, EncodeJob] = field(default_factory=OrderedDict)  # by mm_hash
 
     @property
     def num_embeds(self) -> int:
         return sum(job.num_embeds for job in self.jobs.values())
+
+    @property
+    def virtual_finish(self) -> int:
+        """How many embeds would have been given out with its last one, had it begun when it came."""
+        return self.num_given + self.num_embeds
 
 
 @dataclass
@@ -67,7 +71,7 @@ class EncodeQueue:
         self._running: dict[str, _Running] = {}
         self._homes: OrderedDict[str, str] = OrderedDict()  # epoch of the worker that encoded an item last
         self._num_arrivals = 0
-        self._num_passed = 0  # embeds given out so far
+        self._num_given = 0  # embeds so far
 
     def is_new(self, mm_hash: str) -> bool:
         """Nobody can hold the item: no worker has encoded it, and none does."""
@@ -90,7 +94,7 @@ class EncodeQueue:
     def _wait(self, job: EncodeJob) -> None:
         if job.key not in self._waiting:
             self._num_arrivals += 1
-            self._waiting[job.key] = _Waiting(self._num_arrivals, self._num_passed, job.priority)
+            self._waiting[job.key] = _Waiting(self._num_arrivals, self._num_given, job.priority)
         self._waiting[job.key].jobs[job.mm_hash] = job
 
     def encoded(self, mm_hash: str, worker: RegisteredWorker) -> None:
@@ -171,19 +175,19 @@ class EncodeQueue:
         return list(zip(jobs, chosen, strict=True))
 
     def _in_order(self) -> Iterator[list[EncodeJob]]:
-        """The items of each request. Lower priorities first; of each, the one with the least left, or by arrival.
+        """The items of each request. Lower priorities first, then as in fair queueing, or by arrival.
 
-        One that others passed by comes nearer.
+        A small request goes before a large one that came earlier, until as many embeds as the large one has were given
+        out since; equal ones stay in order.
         """
 
-        def smallest(waiting: _Waiting) -> tuple[int, float, int]:
-            passed = self._num_passed - waiting.passed_before
-            return waiting.priority, waiting.num_embeds - AGEING * passed, waiting.arrival
+        def virtual_finish(waiting: _Waiting) -> tuple[int, int, int]:
+            return waiting.priority, waiting.virtual_finish, waiting.arrival
 
-        def arrival(waiting: _Waiting) -> tuple[int, float, int]:
-            return waiting.priority, 0.0, waiting.arrival
+        def arrival(waiting: _Waiting) -> tuple[int, int]:
+            return waiting.priority, waiting.arrival
 
-        requests = sorted(self._waiting.values(), key=arrival if self._config.order == "arrival" else smallest)
+        requests = sorted(self._waiting.values(), key=arrival if self._config.order == "arrival" else virtual_finish)
         for waiting in requests:
             yield list(waiting.jobs.values())
 
@@ -218,6 +222,7 @@ class EncodeQueue:
 
     def _unqueue(self, job: EncodeJob) -> None:
         waiting = self._waiting[job.key]
+        waiting.num_given += job.num_embeds
         del waiting.jobs[job.mm_hash]
         if not waiting.jobs:
             del self._waiting[job.key]
@@ -229,7 +234,7 @@ class EncodeQueue:
             running = self._running[job.mm_hash] = _Running(worker, job.num_embeds, set())
             worker.num_inflight_embeds += job.num_embeds
             worker.num_inflight_items += 1
-            self._num_passed += job.num_embeds
+            self._num_given += job.num_embeds
         running.keys.add(job.key)
         job.start(worker)
 

@@ -149,7 +149,7 @@ class Mailbox:
                 os.eventfd_read(self._wake_fd)
         self._report_lost_links()
         received = []
-        while self._inbox.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while int(self._inbox.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             try:
                 received.append(messages.decode(self._inbox.recv(zmq.DONTWAIT)))
             except msgspec.DecodeError as error:
