@@ -17,7 +17,7 @@ from triptych import messages
 from triptych.curve import check_endpoint
 from triptych.errors import ConfigError
 from triptych.messages import Body, Drain, Envelope, Probe, Probed
-from triptych.router.client import ZmqMailbox
+from triptych.router.client import MOST_AT_ONCE, ZmqMailbox
 from triptych.transport.mailbox import Mailbox, router_endpoint, worker_endpoint
 from triptych.types import WorkerAddress
 
@@ -193,6 +193,28 @@ async def test_the_router_drops_junk_and_other_versions(post: Post) -> None:
     assert (await asyncio.wait_for(heard.get(), LONG_S)).body == Probed(1)
     assert heard.empty()
     context.destroy(linger=0)
+    await router.close()
+
+
+async def test_the_router_reads_on_where_one_message_fails_and_when_many_come_at_once(
+    post: Post, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ZeroMQ tells once of what has come: what is left unread then would wait for the next message."""
+    heard: asyncio.Queue[Envelope] = asyncio.Queue()
+
+    def hear(envelope: Envelope) -> None:
+        if envelope.body == Probed(0):
+            raise RuntimeError("no good")
+        heard.put_nowait(envelope)
+
+    router, worker = ZmqMailbox(str(post.directory)), post.mailbox("a", "0000000a")
+    router.start(hear)
+    count = 3 * MOST_AT_ONCE
+    for k in range(count):
+        worker.to_router(Probed(k))
+    envelopes = [await asyncio.wait_for(heard.get(), LONG_S) for _ in range(count - 1)]
+    assert bodies(envelopes) == [Probed(k) for k in range(1, count)]
+    assert "no good" in caplog.text
     await router.close()
 
 

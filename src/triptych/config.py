@@ -81,7 +81,7 @@ class EncodeConfig(Section, frozen=True):
     ] = 0
     order: Annotated[
         Literal["smallest", "arrival"],
-        doc("which request's items are encoded first; smallest: the one with the least left, with ageing"),
+        doc("which request's items are encoded first; smallest: small ones before large ones, as in fair queueing"),
     ] = "smallest"
     demand: Annotated[
         Literal["needed", "eager"],
