@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.engine.requests import BLOCK_SIZE, IMAGE_TOKEN, Drive, distinct_tokens, item, make_request
 from triptych.engine.request_state import RequestState, Status
+from triptych.engine.scheduler import EVEN_TOKENS
 from triptych.types import FinishReason
 
 
@@ -59,32 +60,31 @@ def test_no_more_than_max_num_seqs_hold_blocks() -> None:
     assert drive.step() == {"b": 1, "c": 4}
 
 
-def test_the_shortest_prompt_is_admitted_first() -> None:
+def test_prompts_that_are_not_long_go_in_order_of_arrival() -> None:
     drive = Drive(num_blocks=8)
     drive.add(text("a", 20))
     drive.step()
     drive.add(text("b", 20), text("c", 4))
-    assert drive.step() == {"a": 1, "c": 4}
-    assert drive.statuses() == {"a": Status.RUNNING, "b": Status.WAITING, "c": Status.RUNNING}
+    assert drive.step() == {"a": 1}
+    assert drive.statuses() == {"a": Status.RUNNING, "b": Status.WAITING, "c": Status.WAITING}
 
 
-def test_what_a_long_prompt_has_computed_itself_does_not_put_it_before_a_short_one() -> None:
-    drive = Drive(num_blocks=60, max_num_batched_tokens=8)
-    drive.add(text("z", 80))
-    for _ in range(5):
-        assert drive.step() == {"z": 8}
+def long_and_short(*, num_steps_before: int) -> Drive:
+    """A prompt of four times EVEN_TOKENS has run for a while when a short one comes; a step computes half of them."""
+    drive = Drive(num_blocks=2000, max_num_batched_tokens=EVEN_TOKENS // 2)
+    drive.add(text("z", 4 * EVEN_TOKENS))
+    for _ in range(num_steps_before):
+        assert drive.step() == {"z": EVEN_TOKENS // 2}
     drive.add(text("a", 6))
-    assert drive.step() == {"a": 6, "z": 2}
+    return drive
 
 
-def test_a_long_prompt_that_others_passed_by_goes_first_in_the_end() -> None:
-    drive = Drive(num_blocks=60, max_num_batched_tokens=8)
-    drive.add(text("z", 40))
-    finished_before = 0
-    for name in "abcdefghijklmnop":
-        drive.add(text(name, 8))
-        finished_before += "z" not in drive.step(finish_at=1)
-    assert 2 <= finished_before < 12
+def test_a_short_prompt_goes_before_a_long_one_that_runs() -> None:
+    assert long_and_short(num_steps_before=5).step() == {"a": 6, "z": EVEN_TOKENS // 2 - 6}
+
+
+def test_a_long_prompt_is_put_back_by_no_more_than_what_it_has_beyond_the_others() -> None:
+    assert long_and_short(num_steps_before=7).step() == {"z": EVEN_TOKENS // 2}
 
 
 def test_a_finished_request_frees_all_its_blocks() -> None:
@@ -98,14 +98,14 @@ def test_a_finished_request_frees_all_its_blocks() -> None:
 # -- priority ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_lower_priority_goes_first_then_the_shorter_prompt() -> None:
+def test_a_lower_priority_goes_first_then_the_earlier_prompt() -> None:
     drive = Drive(max_num_batched_tokens=10)
-    drive.add(text("a", 4, priority=1), text("b", 10), text("c", 8, priority=-5), text("d", 6))
+    drive.add(text("a", 4, priority=1), text("b", 6), text("c", 8, priority=-5), text("d", 10))
     assert [drive.step() for _ in range(4)] == [
-        {"c": 8, "d": 2},
-        {"c": 1, "d": 4, "b": 5},
-        {"c": 1, "d": 1, "b": 5, "a": 3},
-        {"c": 1, "d": 1, "b": 1, "a": 1},
+        {"c": 8, "b": 2},
+        {"c": 1, "b": 4, "d": 5},
+        {"c": 1, "b": 1, "d": 5, "a": 3},
+        {"c": 1, "b": 1, "d": 1, "a": 1},
     ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.router.workers import D, E, P, Told, info
 from triptych.config import EncodeConfig
-from triptych.router.encode_queue import EncodeJob, EncodeQueue
+from triptych.router.encode_queue import EVEN_EMBEDS, EncodeJob, EncodeQueue
 from triptych.router.registry import RegisteredWorker
 from triptych.types import Stage
 
@@ -81,21 +81,29 @@ def test_items_of_one_request_fan_out_over_the_encode_workers() -> None:
     assert sorted(worker for _, _, worker in drive.given) == ["e0", "e0", "e1", "e1"]
 
 
-def test_the_request_with_the_least_left_goes_first() -> None:
+def test_a_small_request_goes_before_a_large_one_that_came_earlier() -> None:
     drive = Drive(("e0", [E]))
     drive.demand("first", "x", "y")  # keeps the worker busy
-    drive.demand("large", *(f"l{k}" for k in range(6)))
+    drive.demand("large", *(f"l{k}" for k in range(6)), embeds=EVEN_EMBEDS // 4)
     drive.demand("small", "s0", "s1")
     assert drive.run()[2:4] == ["s0", "s1"]
 
 
-def test_what_a_request_was_given_itself_does_not_put_it_before_a_small_one() -> None:
+def test_requests_that_are_not_large_go_in_order_of_arrival() -> None:
     drive = Drive(("e0", [E]))
-    drive.demand("large", *(f"l{k}" for k in range(20)))
-    for k in range(10):
+    drive.demand("first", "x", "y")
+    drive.demand("second", *(f"l{k}" for k in range(6)))
+    drive.demand("third", "s0")
+    assert drive.run()[-1] == "s0"
+
+
+def test_what_a_large_request_was_given_does_not_soon_put_it_before_a_small_one() -> None:
+    drive = Drive(("e0", [E]))
+    drive.demand("large", *(f"l{k}" for k in range(8)), embeds=EVEN_EMBEDS)
+    for k in range(4):
         drive.done("large", f"l{k}")
     drive.demand("small", "s0")
-    assert drive.run()[12:14] == ["s0", "l12"]  # two were at hand
+    assert drive.run()[6:8] == ["s0", "l6"]  # two were at hand
 
 
 def test_by_arrival_nobody_overtakes() -> None:
@@ -118,13 +126,14 @@ def test_a_lower_priority_goes_first(order: str) -> None:
 
 def test_a_large_request_is_not_passed_by_for_ever() -> None:
     drive = Drive(("e0", [E]))
-    drive.demand("large", *(f"l{k}" for k in range(10)))
+    drive.demand("large", *(f"l{k}" for k in range(10)), embeds=EVEN_EMBEDS)
     done = 0
     while len([g for g in drive.given if g[0] == "large"]) < 10:
-        drive.demand(f"small{done}", f"s{done}")
+        drive.demand(f"small{done}", f"s{done}", embeds=EVEN_EMBEDS)
         drive.done(*next(iter(drive.open)))
         done += 1
         assert done < 60
+    assert done > 10  # others went before some of its items
 
 
 def test_an_item_that_is_on_its_way_is_not_queued_again() -> None:

@@ -86,7 +86,7 @@ class RequestState:
         self.has_siblings = has_siblings  # requests with the same prompt follow
         self.status = Status.WAITING
         self.arrival = 0  # order of arrival at this engine, kept when preempted; set by the scheduler
-        self.virtual_finish = 0  # in tokens; set by the scheduler, see `_urgency`
+        self.place = 0  # in line, in prompt tokens; set by the scheduler, see its `_urgency`
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
         self.ends_in_text = False  # it stopped because its grammar is complete, not by a token that is no text

@@ -17,6 +17,8 @@ from triptych.engine.request_state import RequestKey, RequestState, Status
 from triptych.engine.step_times import StepTimes
 from triptych.types import FinishReason
 
+EVEN_TOKENS = 1024  # of a prompt: up to these all are alike, and go in order of arrival
+
 
 class ScheduledChunk(NamedTuple):
     """The next `num_tokens` tokens of one request; `samples` when they reach its last token."""
@@ -87,7 +89,7 @@ class Scheduler:
             request.pinned_blocks = self._cached_blocks(request)
             self._pool.acquire(request.pinned_blocks)
         num_cached = len(request.pinned_blocks) * self._config.block_size
-        request.virtual_finish = self._num_prompt_tokens + len(request.token_ids) - num_cached
+        request.place = self._num_prompt_tokens + max(len(request.token_ids) - num_cached - EVEN_TOKENS, 0)
 
     def get(self, key: RequestKey) -> RequestState | None:
         return self._running.get(key) or self._waiting.get(key)
@@ -126,12 +128,11 @@ class Scheduler:
         return ScheduledStep(list(chunks.values()), admitted)
 
     def _urgency(self, request: RequestState) -> tuple[int, int, int]:
-        """By priority, then as in fair queueing: the prompt that would be done first if all had begun when they came.
+        """By priority, then by arrival; but a long prompt is put back by the tokens that it has beyond `EVEN_TOKENS`.
 
-        A short one goes before a long one that came earlier, until as many tokens as the long one has were computed
-        since; equal ones stay in order.
+        Until so many were computed since it came, its own among them, shorter ones that come later go before it.
         """
-        return request.priority, request.virtual_finish, request.arrival
+        return request.priority, request.place, request.arrival
 
     def _plan_chunk(self, request: RequestState, budget: int, chunks: dict[RequestKey, ScheduledChunk]) -> int:
         """Plan the request's next chunk if it can go on; the number of tokens it takes."""

@@ -20,6 +20,7 @@ from triptych.types import Stage
 AttemptKey = tuple[str, int]  # request_id, attempt
 
 MIN_WINDOW_ITEMS = 2  # a worker has its next item at hand when one is done
+EVEN_EMBEDS = 1024  # of a request: up to these all are alike, and go in order of arrival
 MAX_HOMES = 200_000  # items whose worker is remembered: more than any encoder cache holds
 
 
@@ -40,18 +41,15 @@ class _Waiting:
     """The jobs of one attempt that no worker has got, in the order of the prompt."""
 
     arrival: int
-    num_given: int  # embeds of all attempts given out when it came, and of its own since
+    given_before: int  # embeds of all attempts, when it came
     priority: int
+    num_embeds: int = 0  # that it has demanded
     jobs: OrderedDict[str, EncodeJob] = field(default_factory=OrderedDict)  # by mm_hash
 
     @property
-    def num_embeds(self) -> int:
-        return sum(job.num_embeds for job in self.jobs.values())
-
-    @property
-    def virtual_finish(self) -> int:
-        """How many embeds would have been given out with its last one, had it begun when it came."""
-        return self.num_given + self.num_embeds
+    def place(self) -> int:
+        """In line, in embeds: a large one is put back by what it has beyond `EVEN_EMBEDS`."""
+        return self.given_before + max(self.num_embeds - EVEN_EMBEDS, 0)
 
 
 @dataclass
@@ -95,7 +93,9 @@ class EncodeQueue:
         if job.key not in self._waiting:
             self._num_arrivals += 1
             self._waiting[job.key] = _Waiting(self._num_arrivals, self._num_given, job.priority)
-        self._waiting[job.key].jobs[job.mm_hash] = job
+        waiting = self._waiting[job.key]
+        waiting.jobs[job.mm_hash] = job
+        waiting.num_embeds += job.num_embeds
 
     def encoded(self, mm_hash: str, worker: RegisteredWorker) -> None:
         """The worker published the item; later demands for it go there too."""
@@ -175,19 +175,13 @@ class EncodeQueue:
         return list(zip(jobs, chosen, strict=True))
 
     def _in_order(self) -> Iterator[list[EncodeJob]]:
-        """The items of each request. Lower priorities first, then as in fair queueing, or by arrival.
+        """The items of each request. Lower priorities first, then by arrival, and where asked for large ones later."""
+        puts_back = self._config.order == "smallest"
 
-        A small request goes before a large one that came earlier, until as many embeds as the large one has were given
-        out since; equal ones stay in order.
-        """
+        def urgency(waiting: _Waiting) -> tuple[int, int, int]:
+            return waiting.priority, waiting.place if puts_back else 0, waiting.arrival
 
-        def virtual_finish(waiting: _Waiting) -> tuple[int, int, int]:
-            return waiting.priority, waiting.virtual_finish, waiting.arrival
-
-        def arrival(waiting: _Waiting) -> tuple[int, int]:
-            return waiting.priority, waiting.arrival
-
-        requests = sorted(self._waiting.values(), key=arrival if self._config.order == "arrival" else virtual_finish)
+        requests = sorted(self._waiting.values(), key=urgency)
         for waiting in requests:
             yield list(waiting.jobs.values())
 
@@ -222,7 +216,6 @@ class EncodeQueue:
 
     def _unqueue(self, job: EncodeJob) -> None:
         waiting = self._waiting[job.key]
-        waiting.num_given += job.num_embeds
         del waiting.jobs[job.mm_hash]
         if not waiting.jobs:
             del self._waiting[job.key]
@@ -256,7 +249,7 @@ class EncodeQueue:
         workers = self._workers()
         if not workers:
             return 0.0
-        waiting_embeds = sum(waiting.num_embeds for waiting in self._waiting.values())
+        waiting_embeds = sum(job.num_embeds for waiting in self._waiting.values() for job in waiting.jobs.values())
         speed = sum(1 / worker.seconds_an_embed for worker in workers)  # embeds a second of all of them
         return min(map(self._backlog_s, workers)) + waiting_embeds / speed
 
