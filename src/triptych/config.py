@@ -81,7 +81,7 @@ class EncodeConfig(Section, frozen=True):
     ] = 0
     order: Annotated[
         Literal["smallest", "arrival"],
-        doc("which request's items are encoded first; smallest: small ones before large ones, as in fair queueing"),
+        doc("which request's items are encoded first; smallest: by arrival, but large requests are put back for a while"),
     ] = "smallest"
     demand: Annotated[
         Literal["needed", "eager"],
