@@ -142,8 +142,7 @@ class _Inbox:
         self._loop = asyncio.get_running_loop()
         self._fd = socket.fileno()
         self._loop.add_reader(self._fd, self._read)
-        self._next: asyncio.Handle | None = None
-        self._read()
+        self._next: asyncio.Handle | None = self._loop.call_soon(self._read)
 
     def _read(self) -> None:
         """ZeroMQ's file descriptor tells only of what is new: nothing may be left unread without a next turn."""
