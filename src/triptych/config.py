@@ -81,7 +81,7 @@ class EncodeConfig(Section, frozen=True):
     ] = 0
     order: Annotated[
         Literal["smallest", "arrival"],
-        doc("which request's items are encoded first; smallest: by arrival, but large requests are put back for a while"),
+        doc("which request's items are encoded first; smallest: by arrival, with large ones put back a while"),
     ] = "smallest"
     demand: Annotated[
         Literal["needed", "eager"],
