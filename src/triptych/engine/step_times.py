@@ -5,7 +5,7 @@ Kept by the scheduler, fed by the engine after each step. Pure.
 
 from __future__ import annotations
 
-FEWEST_TOKENS = 8  # of a prompt that go on in any step beside decode rows, whose pass over the weights they share
+FEWEST_TOKENS = 16  # of a prompt that go on in any step: fewer waste the pass over the weights
 FIRST_TOKENS = 64  # before anything was measured
 WEIGHT = 0.2  # of the newest step in a mean
 
@@ -26,9 +26,7 @@ class StepTimes:
         if num_prompt_tokens == 0:
             self._decode_s = _mixed(self._decode_s or duration_s, duration_s)
         elif num_prompt_tokens >= FEWEST_TOKENS:
-            share_s = duration_s * num_prompt_tokens / (num_prompt_tokens + num_decode_rows)
-            # Steps that only decode may have had more rows: half of the share by rows is left in any case.
-            prompt_s = max(duration_s - self._decode_s, 0.5 * share_s) if num_decode_rows else duration_s
+            prompt_s = max(duration_s - self._decode_s, 0.5 * duration_s) if num_decode_rows else duration_s
             token_s = prompt_s / num_prompt_tokens
             self._token_s = _mixed(token_s if self._token_s is None else self._token_s, token_s)
 
