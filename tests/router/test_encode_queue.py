@@ -97,6 +97,15 @@ def test_requests_that_are_not_large_go_in_order_of_arrival() -> None:
     assert drive.run()[-1] == "s0"
 
 
+def test_an_item_that_is_demanded_twice_counts_once_for_the_size_of_its_request() -> None:
+    drive = Drive(("e0", [E]))
+    drive.demand("first", "x", "y")
+    for _ in range(2):
+        drive.demand("second", "l0", embeds=EVEN_EMBEDS - 100)
+    drive.demand("third", "s0")
+    assert drive.run()[2:] == ["l0", "s0"]
+
+
 def test_what_a_large_request_was_given_does_not_soon_put_it_before_a_small_one() -> None:
     drive = Drive(("e0", [E]))
     drive.demand("large", *(f"l{k}" for k in range(8)), embeds=EVEN_EMBEDS)

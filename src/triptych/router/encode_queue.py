@@ -94,8 +94,9 @@ class EncodeQueue:
             self._num_arrivals += 1
             self._waiting[job.key] = _Waiting(self._num_arrivals, self._num_given, job.priority)
         waiting = self._waiting[job.key]
+        if job.mm_hash not in waiting.jobs:  # it may be demanded again while it waits
+            waiting.num_embeds += job.num_embeds
         waiting.jobs[job.mm_hash] = job
-        waiting.num_embeds += job.num_embeds
 
     def encoded(self, mm_hash: str, worker: RegisteredWorker) -> None:
         """The worker published the item; later demands for it go there too."""
