@@ -111,8 +111,11 @@ class EngineConfig(Section, frozen=True):
     kv_bytes: Annotated[PositiveInt, doc("memory for KV blocks where num_kv_blocks is 0")] = 512 << 20
     max_num_batched_tokens: Annotated[PositiveInt, doc("tokens in one step, decode and prefill together")] = 512
     decode_stall_s: Annotated[
-        Seconds, doc("time for which prompt tokens may hold up the next token of requests that decode in the same step")
-    ] = 0.035
+        Seconds,
+        doc(
+            "time that prompt tokens may add to a step beside as many decode rows as usual; less time beside more rows"
+        ),
+    ] = 0.03
     overlap_encode: Annotated[
         bool, doc("begin a prompt before all its embeddings are here; off to measure what that gains")
     ] = True
