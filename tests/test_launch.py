@@ -62,7 +62,7 @@ def play_worker(config: Config, worker: WorkerConfig) -> None:
     address = WorkerAddress(worker.name, f"{os.getpid()}", "", "")
     info = WorkerInfo(
         address, worker.stages, "v1", "fake", 10, WeightsReport(1, 2, 3, 4, 0.5), os.getpid(),
-        supervised=worker.supervised,
+        cores=worker.cores, supervised=worker.supervised,
     )  # fmt: skip
     with Path(worker.runtime_dir, f"{worker.name}.lives").open("a") as lives:
         lives.write(f"{os.getpid()}\n")
@@ -265,6 +265,7 @@ def test_pins() -> None:
     workers = Placement.parse("2E/1PD").workers("http://r", "/r", pins)
     assert [worker.cores for worker in workers] == [[0, 2, 3], [5], []]
     assert [worker.num_threads for worker in workers] == [3, 1, 1]
+    assert Placement.parse("EPD").workers("http://r", "/r", {"router": [1]})[0].cores == []
     with pytest.raises(ConfigError, match="decode-7"):
         Placement.parse("EPD").workers("http://r", "/r", {"decode-7": [0]})
     with pytest.raises(ConfigError, match="NAME=CORES"):
@@ -302,6 +303,18 @@ async def test_start_serve_and_clean_stop() -> None:
     assert all(pid is not None and not lives(pid) for pid in pids)
     assert any(line.startswith("ready after") for line in LINES)
     assert any("encode-0" in line and "1 of 2 shards" in line for line in LINES)
+
+
+async def test_a_pinned_router_leaves_its_cores_to_itself() -> None:
+    allowed = os.sched_getaffinity(0)
+    core = min(allowed)
+    try:
+        async with deployment("1E/1PD", pins={"router": [core], "encode": [core]}) as running:
+            assert os.sched_getaffinity(0) == {core}
+            cores = {worker.info.address.name: worker.info.cores for worker in running.router.registry.workers()}
+            assert cores == {"encode-0": [core], "prefill-decode-0": sorted(allowed)}
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 async def test_a_worker_that_dies_is_started_again() -> None:

@@ -26,7 +26,7 @@ from triptych.curve import JOIN_FILE, tcp_endpoint
 from triptych.errors import ConfigError
 from triptych.observe.metrics import Metrics
 from triptych.observe.startup import describe_worker
-from triptych.placement import Pins, Placement
+from triptych.placement import ROUTER, Pins, Placement
 from triptych.runtime_dir import RuntimeDir
 from triptych.supervisor import PRELOAD, RestartPolicy, RunWorker, Supervisor, leave_if_imported
 
@@ -122,6 +122,7 @@ class Deployment:
         self._given_dir = runtime_dir
         self._runtime_dir: RuntimeDir | None = None
         self._pins = pins or {}
+        self._unpinned_cores: list[int] = []  # of workers without a pin, where the router has one
         self._say = say
         self._compose = compose
         self._target = target
@@ -153,6 +154,7 @@ class Deployment:
             leave_if_imported()
         started_s = time.monotonic()
         set_environment()
+        self._pin_router()
         api = self.config.api
         sock = bind(api.host, api.port)  # first: nothing heavy starts for a port that is taken
         self.url = url_of(sock)
@@ -179,8 +181,15 @@ class Deployment:
         await self._start_workers(self.placement, serving.router)
         self._say(f"ready after {time.monotonic() - started_s:.1f} s: {self.url}")
 
+    def _pin_router(self) -> None:
+        """Before there are other threads: they, and children that are told nothing else, run where this one may."""
+        if cores := self._pins.get(ROUTER):
+            self._unpinned_cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, cores)
+
     async def _start_workers(self, placement: Placement, router: RunningRouter) -> None:
         workers = placement.workers(self.url, self.runtime_dir, self._pins)
+        workers = [msgspec.structs.replace(w, cores=w.cores or self._unpinned_cores) for w in workers]
         if self.join_file:  # the others may be on other hosts
             host = self.config.router.control_host
             workers = [msgspec.structs.replace(w, join_file=self.join_file, host=host) for w in workers]

@@ -13,7 +13,8 @@ from triptych.config import WorkerConfig
 from triptych.errors import ConfigError
 from triptych.types import Stage
 
-Pins = Mapping[str, Sequence[int]]  # cores by worker name, or by group name for all its workers
+Pins = Mapping[str, Sequence[int]]  # cores by worker name, by group name for all its workers, or of the router
+ROUTER = "router"
 
 _LETTERS = {"E": Stage.ENCODE, "P": Stage.PREFILL, "D": Stage.DECODE}
 
@@ -71,10 +72,10 @@ class Placement:
     def workers(self, router_url: str, runtime_dir: str, pins: Pins) -> list[WorkerConfig]:
         """Raises ConfigError for a pin that fits no worker."""
         named = [(group, f"{group.name}-{k}") for group in self.groups for k in range(group.count)]
-        unknown = set(pins) - {name for _, name in named} - {group.name for group in self.groups}
+        unknown = set(pins) - {name for _, name in named} - {group.name for group in self.groups} - {ROUTER}
         if unknown:
             names = ", ".join(name for _, name in named)
-            raise ConfigError(f"--pin {min(unknown)}: there is no such worker; there are {names}")
+            raise ConfigError(f"--pin {min(unknown)}: there is no such worker; there are {names}, and the {ROUTER}")
         workers = []
         for group, name in named:
             cores = list(pins.get(name, pins.get(group.name, ())))

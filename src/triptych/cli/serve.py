@@ -21,7 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         stages = "every stage" if name == "epd" else name.replace("-", " and ")
         where.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"workers that host {stages}")
     where.add_argument(
-        "--pin", action="append", default=[], metavar="NAME=CORES", help="cores of a worker or group: encode=0"
+        "--pin", action="append", default=[], metavar="NAME=CORES", help="cores of a worker, group or router: encode=0"
     )
     add_config_flags(parser)
     parser.set_defaults(run=run)
