@@ -62,7 +62,7 @@ def play_worker(config: Config, worker: WorkerConfig) -> None:
     address = WorkerAddress(worker.name, f"{os.getpid()}", "", "")
     info = WorkerInfo(
         address, worker.stages, "v1", "fake", 10, WeightsReport(1, 2, 3, 4, 0.5), os.getpid(),
-        cores=worker.cores, supervised=worker.supervised,
+        cores=sorted(os.sched_getaffinity(0)), supervised=worker.supervised,
     )  # fmt: skip
     with Path(worker.runtime_dir, f"{worker.name}.lives").open("a") as lives:
         lives.write(f"{os.getpid()}\n")
@@ -270,6 +270,8 @@ def test_pins() -> None:
         Placement.parse("EPD").workers("http://r", "/r", {"decode-7": [0]})
     with pytest.raises(ConfigError, match="NAME=CORES"):
         parse_pins(["encode"])
+    with pytest.raises(ConfigError, match="encode is pinned twice"):
+        parse_pins(["encode=0", "encode=1"])
 
 
 def test_delays_grow_to_a_limit() -> None:
@@ -309,10 +311,10 @@ async def test_a_pinned_router_leaves_its_cores_to_itself() -> None:
     allowed = os.sched_getaffinity(0)
     core = min(allowed)
     try:
-        async with deployment("1E/1PD", pins={"router": [core], "encode": [core]}) as running:
+        async with deployment("EPD", pins={"router": [core]}) as running:
             assert os.sched_getaffinity(0) == {core}
-            cores = {worker.info.address.name: worker.info.cores for worker in running.router.registry.workers()}
-            assert cores == {"encode-0": [core], "prefill-decode-0": sorted(allowed)}
+            (worker,) = running.router.registry.workers()
+            assert worker.info.cores == sorted(allowed)
     finally:
         os.sched_setaffinity(0, allowed)
 

@@ -122,7 +122,7 @@ class Deployment:
         self._given_dir = runtime_dir
         self._runtime_dir: RuntimeDir | None = None
         self._pins = pins or {}
-        self._unpinned_cores: list[int] = []  # of workers without a pin, where the router has one
+        self._allowed_cores: list[int] = []  # of workers, where the router is pinned
         self._say = say
         self._compose = compose
         self._target = target
@@ -184,12 +184,12 @@ class Deployment:
     def _pin_router(self) -> None:
         """Before there are other threads: they, and children that are told nothing else, run where this one may."""
         if cores := self._pins.get(ROUTER):
-            self._unpinned_cores = sorted(os.sched_getaffinity(0))
+            self._allowed_cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, cores)
 
     async def _start_workers(self, placement: Placement, router: RunningRouter) -> None:
         workers = placement.workers(self.url, self.runtime_dir, self._pins)
-        workers = [msgspec.structs.replace(w, cores=w.cores or self._unpinned_cores) for w in workers]
+        workers = [msgspec.structs.replace(w, allowed_cores=self._allowed_cores) for w in workers]
         if self.join_file:  # the others may be on other hosts
             host = self.config.router.control_host
             workers = [msgspec.structs.replace(w, join_file=self.join_file, host=host) for w in workers]

@@ -100,9 +100,12 @@ def parse_pins(texts: Sequence[str]) -> dict[str, list[int]]:
     for text in texts:
         name, _, cores = text.partition("=")
         try:
-            pins[name] = parse_cores(cores)
+            given = parse_cores(cores)
         except ValueError:
             raise ConfigError(f"--pin {text}: not of the form NAME=CORES, as in encode=0 or prefill-0=1,3-5") from None
+        if name in pins:
+            raise ConfigError(f"--pin {text}: {name} is pinned twice")
+        pins[name] = given
     return pins
 
 

@@ -263,6 +263,8 @@ def worker_main(target: RunWorker | None, config: Config, worker: WorkerConfig, 
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     log_lines.set_up(config.api.log_level)
+    if worker.allowed_cores:
+        os.sched_setaffinity(0, worker.allowed_cores)
     threading.Thread(target=_follow_parent, args=[worker.runtime_dir], name="follow-parent", daemon=True).start()
     if target is None:
         from triptych.worker import run
