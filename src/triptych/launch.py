@@ -296,6 +296,9 @@ class Deployment:
         if self._runtime_dir is not None:
             self._runtime_dir.close()
             self._runtime_dir = None
+        if self._allowed_cores:
+            os.sched_setaffinity(0, self._allowed_cores)
+            self._allowed_cores = []
         self._serving = self._server = self._supervisor = self._announcer = None
 
     async def _drain(self, admission: Admission) -> None:
