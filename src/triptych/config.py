@@ -115,7 +115,7 @@ class EngineConfig(Section, frozen=True):
         doc(
             "time that prompt tokens may add to a step beside as many decode rows as usual; less time beside more rows"
         ),
-    ] = 0.03
+    ] = 0.025
     overlap_encode: Annotated[
         bool, doc("begin a prompt before all its embeddings are here; off to measure what that gains")
     ] = True
