@@ -82,6 +82,14 @@ def test_prompts_keep_a_part_of_their_time_when_rows_become_many() -> None:
     assert FEWEST_TOKENS < times.prompt_tokens_within(0.03) <= 30
 
 
+def test_short_prompts_alone_teach_the_rate_too() -> None:
+    times = StepTimes()
+    times.add(20, 0, 2.0)  # cold
+    for _ in range(200):
+        times.add(20, 0, 0.02)
+    assert 0.001 <= times.prompt_token_s < 0.002
+
+
 def test_a_time_without_end_sets_no_limit() -> None:
     times = after_decoding(4)
     times.add(30, 4, step_s(4, 30))

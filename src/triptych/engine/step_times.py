@@ -6,7 +6,7 @@ Kept by the scheduler, fed by the engine after each step. Pure.
 from __future__ import annotations
 
 FEWEST_TOKENS = 8  # of a prompt that go on in any step
-FIRST_TOKENS = 64  # before anything was measured; a step with fewer and without decode rows tells little of a token
+FIRST_TOKENS = 64  # before anything was measured
 FRESH_STEPS = 16  # for so long after a step without a prompt a mixed one can be compared with it
 # Of the newest step in a mean.
 WEIGHT = 0.2
@@ -46,15 +46,14 @@ class StepTimes:
             self._learn_usual(rows_s, only_decoded=num_prompt_tokens == 0)
 
     def _learn_token(self, num_prompt_tokens: int, num_decode_rows: int, duration_s: float) -> None:
+        """The fewer tokens a step has, the more of it is for reading the weights: it counts for less."""
+        prompt_s, weight = duration_s, WEIGHT * min(num_prompt_tokens / FIRST_TOKENS, 1.0)
         if num_decode_rows:
             self._num_mixed += 1
-            tells = num_prompt_tokens >= FEWEST_TOKENS and self._num_mixed <= FRESH_STEPS
             prompt_s = max(duration_s - self._decode_s, 0.1 * duration_s)
-        else:
-            tells, prompt_s = num_prompt_tokens >= FIRST_TOKENS, duration_s
-        if tells or self._token_s is None:
-            token_s = prompt_s / num_prompt_tokens
-            self._token_s = token_s if self._token_s is None else _mixed(self._token_s, token_s, WEIGHT)
+            weight = WEIGHT if self._num_mixed <= FRESH_STEPS and num_prompt_tokens >= FEWEST_TOKENS else 0.0
+        token_s = prompt_s / num_prompt_tokens
+        self._token_s = token_s if self._token_s is None else _mixed(self._token_s, token_s, weight)
 
     def _learn_usual(self, rows_s: float, *, only_decoded: bool) -> None:
         if self._num_decode_steps > FIRST_STEPS:
