@@ -104,7 +104,7 @@ async def test_one_by_one_with_prefix_hits_equals_the_reference(reference: Refer
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize(("num_kv_blocks", "block_size"), [(26, 8), (14, 16)])
+@pytest.mark.parametrize(("num_kv_blocks", "block_size"), [(28, 8), (14, 16)])
 async def test_forced_preemption_equals_the_reference(
     reference: Reference, placement: str, num_kv_blocks: int, block_size: int
 ) -> None:
