@@ -13,6 +13,7 @@ WEIGHT = 0.2
 ROWS_WEIGHT = 0.5  # how many rows there are changes from step to step
 USUAL_WEIGHT = 0.005
 FIRST_STEPS = 16  # that only decode: the shortest is taken for usual, for a worker's first ones are slow
+LEAST_SHARE = 0.1  # of a mixed step, for its prompt tokens and for its rows
 MOST_LONGER = 2.0  # times as long as usual, one step counts for no more
 
 
@@ -41,7 +42,7 @@ class StepTimes:
             self._num_mixed = 0
             self._num_decode_steps += 1
         if num_decode_rows:
-            rows_s = max(duration_s - num_prompt_tokens * self.prompt_token_s, 0.1 * duration_s)
+            rows_s = max(duration_s - num_prompt_tokens * self.prompt_token_s, LEAST_SHARE * duration_s)
             self._rows_s = _mixed(self._rows_s or rows_s, rows_s, ROWS_WEIGHT)
             self._learn_usual(rows_s, only_decoded=num_prompt_tokens == 0)
 
@@ -50,7 +51,7 @@ class StepTimes:
         prompt_s, weight = duration_s, WEIGHT * min(num_prompt_tokens / FIRST_TOKENS, 1.0)
         if num_decode_rows:
             self._num_mixed += 1
-            prompt_s = max(duration_s - self._decode_s, 0.1 * duration_s)
+            prompt_s = max(duration_s - self._decode_s, LEAST_SHARE * duration_s)
             weight = WEIGHT if self._num_mixed <= FRESH_STEPS and num_prompt_tokens >= FEWEST_TOKENS else 0.0
         token_s = prompt_s / num_prompt_tokens
         self._token_s = token_s if self._token_s is None else _mixed(self._token_s, token_s, weight)
