@@ -37,14 +37,18 @@ ARROWS: dict[str, frozenset[str]] = {
     "router": frozenset({"curve", "media", "prompt", "observe"}),
     "api": frozenset({"observe"}),
     "heartbeat": frozenset({"curve"}),
+    "lent_cores": frozenset({"kernels"}),
     "placement": frozenset(),
     "runtime_dir": frozenset(),
-    "worker": frozenset({"curve", "stages", "handoff", "transport", "kernels", "models", "observe", "heartbeat"}),
+    "worker": frozenset(
+        {"curve", "stages", "handoff", "transport", "kernels", "lent_cores", "models", "observe", "heartbeat"}
+    ),
     "supervisor": frozenset({"observe", "runtime_dir", "worker"}),
     "launch": frozenset(
         {
             "api",
             "curve",
+            "lent_cores",
             "models",
             "observe",
             "placement",

@@ -31,7 +31,7 @@ from triptych.config import ApiConfig, Config, RouterConfig, WorkerConfig
 from triptych.errors import ConfigError, EngineError
 from triptych.launch import Deployment, Serving
 from triptych.observe.metrics import Metrics
-from triptych.placement import Placement, parse_pins
+from triptych.placement import Placement, lend_cores, parse_pins
 from triptych.supervisor import RestartPolicy
 from triptych.types import (
     ChoiceFinished,
@@ -272,6 +272,20 @@ def test_pins() -> None:
         parse_pins(["encode"])
     with pytest.raises(ConfigError, match="encode is pinned twice"):
         parse_pins(["encode=0", "encode=1"])
+
+
+def test_cores_are_lent_by_workers_that_have_their_own() -> None:
+    placement = Placement.parse("2E/1PD")
+
+    def lent(*pins: str) -> list[list[int]]:
+        workers = placement.workers("http://r", "/r", parse_pins(pins))
+        return [worker.lent_cores for worker in lend_cores(workers)]
+
+    assert lent("encode-0=0", "encode-1=1,2", "prefill-decode=3") == [[1, 2, 3], [0, 3], [0, 1, 2]]
+    with pytest.raises(ConfigError, match="core 0 is of encode-0 and of encode-1"):
+        lent("encode=0", "prefill-decode=1")
+    with pytest.raises(ConfigError, match="prefill-decode-0 is not pinned"):
+        lent("encode-0=0", "encode-1=1")
 
 
 def test_delays_grow_to_a_limit() -> None:

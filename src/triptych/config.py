@@ -217,6 +217,7 @@ class WorkerConfig(Section, frozen=True):
     runtime_dir: str  # holds the unix sockets of this deployment, or of this host's part of it
     cores: list[int] = []  # empty: not pinned
     allowed_cores: list[int] = []  # where its parent is pinned: what it may use itself
+    lent_cores: list[int] = []  # of other workers, to compute on while these have nothing to do
     num_threads: int = 1  # torch threads; more than one a core loses (docs/decisions/0003)
     join_file: str = ""  # of a deployment that spans hosts (`curve.Join`)
     host: str = ""  # with it: the address of this host at which the others reach the worker

@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 from starlette.types import ASGIApp
 
+from triptych import lent_cores
 from triptych.api.admission import Admission
 from triptych.api.app import create_app
 from triptych.api.keys import Keys
@@ -26,7 +27,7 @@ from triptych.curve import JOIN_FILE, tcp_endpoint
 from triptych.errors import ConfigError
 from triptych.observe.metrics import Metrics
 from triptych.observe.startup import describe_worker
-from triptych.placement import ROUTER, Pins, Placement
+from triptych.placement import ROUTER, Pins, Placement, lend_cores
 from triptych.runtime_dir import RuntimeDir
 from triptych.supervisor import PRELOAD, RestartPolicy, RunWorker, Supervisor, leave_if_imported
 
@@ -108,6 +109,7 @@ class Deployment:
         placement: Placement | None,
         *,
         pins: Pins | None = None,
+        lend_cores: bool = False,
         runtime_dir: str = "",
         say: Say = silence,
         compose: Compose = compose,
@@ -122,6 +124,7 @@ class Deployment:
         self._given_dir = runtime_dir
         self._runtime_dir: RuntimeDir | None = None
         self._pins = pins or {}
+        self._lend_cores = lend_cores
         self._allowed_cores: list[int] = []  # of workers, where the router is pinned
         self._say = say
         self._compose = compose
@@ -190,6 +193,9 @@ class Deployment:
     async def _start_workers(self, placement: Placement, router: RunningRouter) -> None:
         workers = placement.workers(self.url, self.runtime_dir, self._pins)
         workers = [msgspec.structs.replace(w, allowed_cores=self._allowed_cores) for w in workers]
+        if self._lend_cores:
+            workers = lend_cores(workers)
+            lent_cores.create(self.runtime_dir, 1 + max(core for w in workers for core in w.cores))
         if self.join_file:  # the others may be on other hosts
             host = self.config.router.control_host
             workers = [msgspec.structs.replace(w, join_file=self.join_file, host=host) for w in workers]

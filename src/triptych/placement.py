@@ -9,6 +9,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from triptych.config import WorkerConfig
 from triptych.errors import ConfigError
 from triptych.types import Stage
@@ -92,6 +94,21 @@ class Placement:
                 )
             )
         return workers
+
+
+def lend_cores(workers: Sequence[WorkerConfig]) -> list[WorkerConfig]:
+    """Each may compute on the others' cores. Raises ConfigError unless each is pinned to cores of its own."""
+    owners: dict[int, str] = {}
+    for worker in workers:
+        if not worker.cores:
+            raise ConfigError(f"--lend-cores: {worker.name} is not pinned to a core")
+        for core in worker.cores:
+            if owners.setdefault(core, worker.name) != worker.name:
+                raise ConfigError(f"--lend-cores: core {core} is of {owners[core]} and of {worker.name}")
+    return [
+        msgspec.structs.replace(worker, lent_cores=[core for core in owners if core not in worker.cores])
+        for worker in workers
+    ]
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, list[int]]:

@@ -29,6 +29,7 @@ from triptych.errors import ConfigError, TriptychError
 from triptych.handoff.leases import Leases
 from triptych.heartbeat import CurveLine, Heart, HttpLine
 from triptych.kernels import library
+from triptych.lent_cores import LentCores
 from triptych.messages import (
     Decode,
     Drain,
@@ -111,13 +112,21 @@ class StageSet(NamedTuple):
 class Worker:
     """The compute thread's side of a worker. `load` and `counters` are replaced whole, for the heartbeat's thread."""
 
-    def __init__(self, stages: StageSet, mailbox: Inbox, transport: Transport, leases: Leases) -> None:
+    def __init__(
+        self,
+        stages: StageSet,
+        mailbox: Inbox,
+        transport: Transport,
+        leases: Leases,
+        cores: LentCores | None = None,
+    ) -> None:
         self.stages = stages
         self.load = Load()
         self.counters: dict[str, float] = {}
         self._mailbox = mailbox
         self._transport = transport
         self._leases = leases
+        self._cores = cores or LentCores()
         self._routes = merge_routes(stages.hosted)
         self._draining = False
         self._abandoned = False
@@ -132,13 +141,17 @@ class Worker:
 
     def turn(self, timeout_s: float) -> bool:
         """Receive, step every stage once; whether any of them had work. What leaves was sent by the stages."""
-        for envelope in self._mailbox.receive(timeout_s):
+        received = self._mailbox.receive(timeout_s)
+        self._cores.take()
+        for envelope in received:
             self._dispatch(envelope)
         language, encode = self.stages.language, self.stages.encode
         worked = language.step() if language else False
         if encode:
             worked |= encode.step(forward=self._may_encode())
         self._tick()
+        if not worked:
+            self._cores.lend()
         return worked
 
     def _may_encode(self) -> bool:
@@ -285,8 +298,9 @@ def serve(parts: WorkerParts, worker: WorkerConfig, mailbox: WakingInbox, attend
     """Load the stages on the calling thread and run their loop there, until it ends."""
     torch.set_num_threads(worker.num_threads)
     library.set_num_threads(worker.num_threads)
+    cores = LentCores(worker)
     loaded = load_stages(parts, worker, mailbox.wake)
-    loop = Worker(loaded.stages, mailbox, parts.transport, parts.leases)
+    loop = Worker(loaded.stages, mailbox, parts.transport, parts.leases, cores)
     try:
         with attend(loop, worker_info(parts, worker, loaded)):
             loop.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import pairwise
@@ -161,6 +162,34 @@ def test_vision_block(
     _close(one_thread, expected, tolerance)
     library.set_num_threads(2)
     assert torch.equal(native(x.clone(), bounds.int(), position), one_thread)
+
+
+@torch.inference_mode()
+def test_a_call_borrows_the_cores_that_are_free_and_gives_them_back() -> None:
+    core = max(os.sched_getaffinity(0))
+    packed, x = PackedLinear(torch.randn(640, 96), None), torch.randn(20, 96)
+    alone = packed(x)
+    uses = (ctypes.c_uint8 * (core + 1))()
+    library.borrow(uses, [core])
+
+    def borrowed() -> list[int]:
+        return [task for task in _tasks() - before if os.sched_getaffinity(task) == {core}]
+
+    try:
+        for use in (1, 2):  # the owner's, another borrower's
+            uses[core], before = use, _tasks()
+            assert torch.equal(packed(x), alone)
+            assert (uses[core], borrowed()) == (use, [])
+        uses[core], before = 0, _tasks()
+        assert torch.equal(packed(x), alone)
+        assert uses[core] == 0
+        assert len(borrowed()) == 1
+    finally:
+        library.borrow(None, [])
+
+
+def _tasks() -> set[int]:
+    return {int(task) for task in os.listdir("/proc/self/task")}
 
 
 HEADS, KV_HEADS, HIDDEN, INNER = 4, 2, 96, 160

@@ -23,6 +23,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     where.add_argument(
         "--pin", action="append", default=[], metavar="NAME=CORES", help="cores of a worker, group or router: encode=0"
     )
+    where.add_argument(
+        "--lend-cores", action="store_true", help="pinned workers compute on each other's cores that have nothing to do"
+    )
     add_config_flags(parser)
     parser.set_defaults(run=run)
 
@@ -49,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from triptych.observe import logging
 
     async def main() -> int:
-        return await serve(Deployment(config, placement, pins=pins, say=say), say)
+        return await serve(Deployment(config, placement, pins=pins, lend_cores=args.lend_cores, say=say), say)
 
     logging.set_up(config.api.log_level)
     say(f"triptych {__version__}, starting")

@@ -6,8 +6,8 @@ Imported in workers by the files of `models/` that run layers natively. The stru
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from ctypes import POINTER, c_double, c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_double, c_int64, c_uint8, c_void_p
 from functools import cache
 
 from triptych.kernels.build import LIBRARY
@@ -114,6 +114,16 @@ def set_num_threads(count: int) -> None:
     library = _library()
     if library is not None:
         library.triptych_set_num_threads(c_int64(count))
+
+
+def borrow(uses: ctypes.Array[c_uint8] | None, cores: Sequence[int]) -> None:
+    """Calls also compute on those of `cores` that are free by `uses[core]` when they begin. None: no longer.
+
+    `lent_cores.py` says what is written there; it must outlive the calls. Without kernels this does nothing.
+    """
+    library = _library()
+    if library is not None:
+        library.triptych_borrow(uses, (c_int64 * len(cores))(*cores), c_int64(len(cores)))
 
 
 def use_tiles(wanted: bool) -> bool:

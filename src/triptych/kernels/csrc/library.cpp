@@ -17,11 +17,13 @@ using namespace triptych;
     }                                                                                                                  \
     TRIPTYCH_EXPORT void triptych_linear_##name(const Linear* layer, const void* x, int64_t num_rows,                  \
                                                 int64_t activation, void* out) {                                       \
+        const Borrowed cores;                                                                                          \
         linear_alone(*layer, static_cast<const T*>(x), num_rows, static_cast<Activation>(activation),                  \
                      static_cast<T*>(out));                                                                            \
     }                                                                                                                  \
     TRIPTYCH_EXPORT void triptych_linear_float_##name(const Linear* layer, const void* x, int64_t num_rows,            \
                                                       float* out) {                                                    \
+        const Borrowed cores;                                                                                          \
         linear_alone(*layer, static_cast<const T*>(x), num_rows, NONE, out);                                           \
     }                                                                                                                  \
     TRIPTYCH_EXPORT void triptych_norm_##name(const void* x, int64_t num_rows, const void* weight, const void* bias,   \
@@ -30,10 +32,12 @@ using namespace triptych;
     }                                                                                                                  \
     TRIPTYCH_EXPORT void triptych_decoder_layer_##name(const DecoderLayer* layer, const Step* step, void* kv,          \
                                                        void* hidden) {                                                 \
+        const Borrowed cores;                                                                                          \
         decoder_layer(*layer, *step, static_cast<T*>(kv), static_cast<T*>(hidden));                                    \
     }                                                                                                                  \
     TRIPTYCH_EXPORT void triptych_vision_block_##name(const VisionBlock* block, const float* cos, const float* sin,    \
                                                       const int64_t* bounds, int64_t num_windows, void* hidden) {      \
+        const Borrowed cores;                                                                                          \
         vision_block(*block, cos, sin, bounds, num_windows, static_cast<T*>(hidden));                                  \
     }
 
@@ -44,7 +48,14 @@ TRIPTYCH_EXPORT int64_t triptych_packed_elements(int64_t num_outputs, int64_t nu
     return is_bfloat16 ? packed_elements<bf16>(num_outputs, num_inputs) : packed_elements<float>(num_outputs, num_inputs);
 }
 
-TRIPTYCH_EXPORT void triptych_set_num_threads(int64_t count) { num_threads() = static_cast<int>(count); }
+TRIPTYCH_EXPORT void triptych_set_num_threads(int64_t count) { team().num_own = team().size = static_cast<int>(count); }
+
+// From now on the first MOST_LENT of these `cores` may be borrowed while `uses[core]` says that they are free.
+TRIPTYCH_EXPORT void triptych_borrow(uint8_t* uses, const int64_t* cores, int64_t count) {
+    team().uses = uses;
+    team().num_lent = static_cast<int>(count < Team::MOST_LENT ? count : Team::MOST_LENT);
+    for (int i = 0; i < team().num_lent; ++i) team().lent[i] = static_cast<int>(cores[i]);
+}
 
 // Whether bf16 is multiplied in tile registers from now on; they are not used where there are none. Weights that were
 // packed before, and keys and values of an earlier step, must not be used after.
