@@ -36,10 +36,14 @@ class Drive:
         consumer: str = "",
         avoid: Sequence[str] = (),
         priority: int = 0,
+        prompt_tokens: int = 0,
     ) -> None:
         key = (request, 0)
         self.queue.demand(
-            [EncodeJob(key, item, embeds, consumer, avoid, self._start(request, item), priority) for item in items]
+            [
+                EncodeJob(key, item, embeds, consumer, avoid, self._start(request, item), priority, prompt_tokens)
+                for item in items
+            ]
         )
 
     def _start(self, request: str, item: str) -> Any:
@@ -204,6 +208,26 @@ def test_a_worker_with_prompts_before_it_helps_only_when_that_is_sooner() -> Non
     idle = Drive(("e0", [E]), ("epd0", [E, P, D]))
     idle.demand("r", "a", consumer="epd0")
     assert idle.given == [("r", "a", "epd0")], "of two that are idle the one that needs the embedding"
+
+
+def test_a_worker_helps_with_the_next_prompt_whatever_comes_after_it() -> None:
+    """Each request has 0.6 s of prompt on `epd0` and 1.6 s of images: one of the four is `epd0`'s."""
+    drive = Drive(("e0", [E]), ("epd0", [E, P, D]))
+    worker = drive.worker("epd0")
+    for k in range(8):
+        worker.num_inflight_tokens += 500
+        drive.demand(f"r{k}", *(f"{k}{item}" for item in "abcd"), embeds=200, consumer="epd0", prompt_tokens=500)
+    num_done = 0
+    while drive.open:
+        oldest, item = min(drive.open)
+        newest = max(request for request, _ in drive.open)
+        assert int(newest[1:]) - int(oldest[1:]) <= 1, "an image that nobody waits for yet"
+        num_done += 1
+        if num_done % 4 == 0:  # and its prompt is read
+            worker.num_inflight_tokens -= 500
+        drive.done(oldest, item)
+    assert num_done == 32
+    assert {worker for _, _, worker in drive.given} == {"e0", "epd0"}
 
 
 def test_measured_rates_decide() -> None:

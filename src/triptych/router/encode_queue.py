@@ -8,7 +8,7 @@ encoded before goes to that worker, whose cache may still hold it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ class EncodeJob(NamedTuple):
     avoid: Sequence[str]  # workers that failed it, or that its consumer cannot reach; once for each reason
     start: Callable[[RegisteredWorker], None]  # send it there
     priority: int = 0  # lower is sooner
+    num_prompt_tokens: int = 0  # of the attempt, that the consumer has in flight
 
 
 @dataclass
@@ -43,6 +44,8 @@ class _Waiting:
     arrival: int
     given_before: int  # embeds of all attempts, when it came
     priority: int
+    consumer: str
+    num_prompt_tokens: int
     num_embeds: int = 0  # that it has demanded
     jobs: OrderedDict[str, EncodeJob] = field(default_factory=OrderedDict)  # by mm_hash
 
@@ -92,7 +95,9 @@ class EncodeQueue:
     def _wait(self, job: EncodeJob) -> None:
         if job.key not in self._waiting:
             self._num_arrivals += 1
-            self._waiting[job.key] = _Waiting(self._num_arrivals, self._num_given, job.priority)
+            self._waiting[job.key] = _Waiting(
+                self._num_arrivals, self._num_given, job.priority, job.consumer, job.num_prompt_tokens
+            )
         waiting = self._waiting[job.key]
         if job.mm_hash not in waiting.jobs:  # it may be demanded again while it waits
             waiting.num_embeds += job.num_embeds
@@ -139,15 +144,21 @@ class EncodeQueue:
 
         List scheduling: in order, each item is meant for the worker that would finish it first, counting what is
         before it there. It is given out if that worker has room; else it waits, and later items may overtake it only
-        to other workers. A worker that hosts prefill too counts its prompts, so it helps when the others are behind.
+        to other workers. A worker that hosts prefill too counts its prompts, so it helps when the others are behind: those
+        up to the item's own, for it will read later ones after the item. If all counted, it would be taken for busy, and
+        get items of requests that are far behind, which nobody waits for yet.
         """
         workers = self._workers()
-        free_s = {worker.name: self._backlog_s(worker) for worker in workers}
         full = {worker.name for worker in workers if self._is_full(worker)}
         if len(full) == len(workers):
             return  # the usual case under load: not worth an order
-        for jobs in self._in_order():
-            for job, worker in self._planned(jobs, workers, free_s):
+        by_name = {worker.name: worker for worker in workers}
+        free_s = {worker.name: self._backlog_s(worker) for worker in workers}
+        for waiting in self._waiting.values():
+            self._count_prompt(waiting, by_name, free_s, -1)
+        for waiting in self._in_order():
+            self._count_prompt(waiting, by_name, free_s, 1)
+            for job, worker in self._planned(list(waiting.jobs.values()), workers, free_s):
                 if worker.name in full:
                     continue
                 for same in self._same_items(job.mm_hash):
@@ -156,6 +167,13 @@ class EncodeQueue:
                     full.add(worker.name)
             if len(full) == len(workers):
                 return
+
+    @staticmethod
+    def _count_prompt(
+        waiting: _Waiting, workers: Mapping[str, RegisteredWorker], free_s: dict[str, float], times: int
+    ) -> None:
+        if consumer := workers.get(waiting.consumer):
+            free_s[consumer.name] += times * waiting.num_prompt_tokens * consumer.seconds_a_prompt_token
 
     def _planned(
         self, jobs: Sequence[EncodeJob], workers: Sequence[RegisteredWorker], free_s: dict[str, float]
@@ -175,16 +193,14 @@ class EncodeQueue:
             chosen.sort(key=lambda worker: worker.name != jobs[0].consumer)
         return list(zip(jobs, chosen, strict=True))
 
-    def _in_order(self) -> Iterator[list[EncodeJob]]:
-        """The items of each request. Lower priorities first, then by arrival, and where asked for large ones later."""
+    def _in_order(self) -> list[_Waiting]:
+        """Lower priorities first, then by arrival, and where asked for large ones later."""
         puts_back = self._config.order == "smallest"
 
         def urgency(waiting: _Waiting) -> tuple[int, int, int]:
             return waiting.priority, waiting.place if puts_back else 0, waiting.arrival
 
-        requests = sorted(self._waiting.values(), key=urgency)
-        for waiting in requests:
-            yield list(waiting.jobs.values())
+        return sorted(self._waiting.values(), key=urgency)
 
     def _first_to_finish(
         self,
