@@ -144,9 +144,9 @@ class EncodeQueue:
 
         List scheduling: in order, each item is meant for the worker that would finish it first, counting what is
         before it there. It is given out if that worker has room; else it waits, and later items may overtake it only
-        to other workers. A worker that hosts prefill too counts its prompts, so it helps when the others are behind: those
-        up to the item's own, for it will read later ones after the item. If all counted, it would be taken for busy, and
-        get items of requests that are far behind, which nobody waits for yet.
+        to other workers. A worker that hosts prefill too counts its prompts, so it helps when the others are behind:
+        those up to the item's own, for it reads later ones after the item. If all counted, it would be taken for busy
+        and get items of requests that are far behind, which nobody waits for yet.
         """
         workers = self._workers()
         full = {worker.name for worker in workers if self._is_full(worker)}
