@@ -172,24 +172,21 @@ def test_a_call_borrows_the_cores_that_are_free_and_gives_them_back() -> None:
     uses = (ctypes.c_uint8 * (core + 1))()
     library.borrow(uses, [core])
 
-    def borrowed() -> list[int]:
-        return [task for task in _tasks() - before if os.sched_getaffinity(task) == {core}]
+    def threads_there() -> set[int]:
+        return {task for task in map(int, os.listdir("/proc/self/task")) if os.sched_getaffinity(task) == {core}}
 
     try:
+        before = threads_there()
         for use in (1, 2):  # the owner's, another borrower's
-            uses[core], before = use, _tasks()
+            uses[core] = use
             assert torch.equal(packed(x), alone)
-            assert (uses[core], borrowed()) == (use, [])
-        uses[core], before = 0, _tasks()
+            assert (uses[core], threads_there()) == (use, before)
+        uses[core] = 0
         assert torch.equal(packed(x), alone)
         assert uses[core] == 0
-        assert len(borrowed()) == 1
+        assert threads_there()
     finally:
         library.borrow(None, [])
-
-
-def _tasks() -> set[int]:
-    return {int(task) for task in os.listdir("/proc/self/task")}
 
 
 HEADS, KV_HEADS, HIDDEN, INNER = 4, 2, 96, 160

@@ -41,7 +41,9 @@ class Drive:
         key = (request, 0)
         self.queue.demand(
             [
-                EncodeJob(key, item, embeds, consumer, avoid, self._start(request, item), priority, prompt_tokens)
+                EncodeJob(
+                    key, item, embeds, consumer, avoid, self._start(request, item), lambda: prompt_tokens, priority
+                )
                 for item in items
             ]
         )

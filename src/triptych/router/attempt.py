@@ -275,8 +275,8 @@ class Attempt:
             consumer=consumer.name,
             avoid=[*self._failures.get(mm_hash, ()), *self._registry.cut_off_from(consumer.name)],
             start=lambda encoder: self._encode_at(encoder, mm_hash, consumer),
+            prompt_tokens=lambda: self._num_uncomputed_tokens if consumer is self.plan.prefill else 0,
             priority=self._request.priority,
-            num_prompt_tokens=self._num_uncomputed_tokens if consumer is self.plan.prefill else 0,
         )
 
     def _encode_at(self, encoder: RegisteredWorker, mm_hash: str, consumer: RegisteredWorker) -> None:

@@ -33,8 +33,8 @@ class EncodeJob(NamedTuple):
     consumer: str  # worker's name
     avoid: Sequence[str]  # workers that failed it, or that its consumer cannot reach; once for each reason
     start: Callable[[RegisteredWorker], None]  # send it there
+    prompt_tokens: Callable[[], int]  # of the attempt, that its consumer has in flight
     priority: int = 0  # lower is sooner
-    num_prompt_tokens: int = 0  # of the attempt, that the consumer has in flight
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Waiting:
     given_before: int  # embeds of all attempts, when it came
     priority: int
     consumer: str
-    num_prompt_tokens: int
+    prompt_tokens: Callable[[], int]
     num_embeds: int = 0  # that it has demanded
     jobs: OrderedDict[str, EncodeJob] = field(default_factory=OrderedDict)  # by mm_hash
 
@@ -96,7 +96,7 @@ class EncodeQueue:
         if job.key not in self._waiting:
             self._num_arrivals += 1
             self._waiting[job.key] = _Waiting(
-                self._num_arrivals, self._num_given, job.priority, job.consumer, job.num_prompt_tokens
+                self._num_arrivals, self._num_given, job.priority, job.consumer, job.prompt_tokens
             )
         waiting = self._waiting[job.key]
         if job.mm_hash not in waiting.jobs:  # it may be demanded again while it waits
@@ -173,7 +173,7 @@ class EncodeQueue:
         waiting: _Waiting, workers: Mapping[str, RegisteredWorker], free_s: dict[str, float], times: int
     ) -> None:
         if consumer := workers.get(waiting.consumer):
-            free_s[consumer.name] += times * waiting.num_prompt_tokens * consumer.seconds_a_prompt_token
+            free_s[consumer.name] += times * waiting.prompt_tokens() * consumer.seconds_a_prompt_token
 
     def _planned(
         self, jobs: Sequence[EncodeJob], workers: Sequence[RegisteredWorker], free_s: dict[str, float]
