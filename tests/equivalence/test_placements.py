@@ -21,6 +21,7 @@ from triptych.types import ImageSize, MediaItem, Modality, TextDelta
 
 NUM_CASES = 20  # and two that share a prefix with one of them
 PLACEMENTS = ("EPD", "1E/1PD", "1E/1P/1D")
+MAX_TRIES = 5  # until requests that come together are decoded together: with workers that share cores not always at once
 
 
 class Reference(NamedTuple):
@@ -111,9 +112,11 @@ async def test_forced_preemption_equals_the_reference(
     """KV for about two requests: running ones lose their blocks and are computed again, on whichever worker that is."""
     config = config_of(reference.media, num_kv_blocks=num_kv_blocks, block_size=block_size, chunk=48)
     async with Cluster(reference.spec, config, placement, seed=2) as cluster:
-        outputs = await _answer_all(cluster, reference, together=True)
+        for _ in range(MAX_TRIES):
+            assert await _answer_all(cluster, reference, together=True) == reference.outputs
+            if _total(cluster, "num_preemptions_total"):
+                break
         assert _total(cluster, "num_preemptions_total") > 0
-    assert outputs == reference.outputs
 
 
 @pytest.mark.parametrize("placement", ["2E/1P/2D", "1E/2PD", "1EP/1D", "1E/1P/1PD", "1E/1EPD", "2EPD"])
