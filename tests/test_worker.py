@@ -17,6 +17,7 @@ from triptych.clock import ManualClock
 from triptych.errors import ConfigError, TriptychError
 from triptych.handoff.leases import Leases
 from triptych.heartbeat import Heart, HttpLine, NoAnswerError
+from triptych.lent_cores import LentCores
 from triptych.messages import Body, Cancel, Drain, Envelope, FetchKV, LeaseReleased, PeerLost, Probe, Probed
 from triptych.models.family import Part
 from triptych.stages.base import Routes
@@ -40,6 +41,7 @@ class RecordingStage:
         self.live = 0
         self.error: Exception | None = None
         self.is_prefilling = False
+        self.is_preprocessing = False
         self.forwards: list[bool] = []
         self.counters: dict[str, float] = {"ticks": 0.0}
 
@@ -101,8 +103,21 @@ class ScriptedInbox:
         self.sent.append(body)
 
 
+class RecordingCores(LentCores):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_lent = False
+
+    def take(self) -> None:
+        self.is_lent = False
+
+    def lend(self) -> None:
+        self.is_lent = True
+
+
 class Bench:
     def __init__(self) -> None:
+        self.cores = RecordingCores()
         self.encode = RecordingStage(Cancel, messages.EncodeItems)
         self.language = RecordingStage(Cancel, FetchKV)
         self.inbox = ScriptedInbox()
@@ -110,7 +125,7 @@ class Bench:
         self.leases = Leases(self.clock, ttl_s=10.0)
         self.transport = InProcTransport("worker-epoch", 4096)
         self.stages = StageSet(cast(EncodeStage, self.encode), cast(LanguageStage, self.language))
-        self.worker = Worker(self.stages, self.inbox, self.transport, self.leases)
+        self.worker = Worker(self.stages, self.inbox, self.transport, self.leases, self.cores)
         self.freed: list[str] = []
 
     def lease(self, name: str) -> int:
@@ -187,6 +202,20 @@ def test_each_turn_steps_every_stage_once_and_says_whether_any_worked(bench: Ben
     bench.language.work = 1
     assert [bench.worker.turn(0.0), bench.worker.turn(0.0)] == [True, False]
     assert (bench.encode.num_steps, bench.language.num_steps) == (2, 2)
+
+
+def test_cores_are_lent_by_a_worker_that_has_nothing_to_do(bench: Bench) -> None:
+    def is_lent_after_a_turn() -> bool:
+        bench.worker.turn(0.0)
+        return bench.cores.is_lent
+
+    assert is_lent_after_a_turn()
+    bench.language.work = 1
+    assert not is_lent_after_a_turn()
+    bench.encode.is_preprocessing = True
+    assert not is_lent_after_a_turn()
+    bench.encode.is_preprocessing = False
+    assert is_lent_after_a_turn()
 
 
 def test_a_prompt_under_way_goes_before_the_tower_for_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

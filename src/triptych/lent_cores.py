@@ -15,7 +15,7 @@ from triptych.config import WorkerConfig
 from triptych.kernels import library
 
 FILE = "cores"
-FREE, OWNER = 0, 1  # and 2, written by the kernels: a borrower
+FREE, OWNER = 0, 1  # or the number of who has borrowed it, written by the kernels
 
 
 def create(runtime_dir: str, num_cores: int) -> None:
@@ -34,7 +34,7 @@ class LentCores:
             memory = mmap.mmap(file.fileno(), 0)
         self._own, self._uses = worker.cores, (c_uint8 * len(memory)).from_buffer(memory)
         self.take()
-        library.borrow(self._uses, worker.lent_cores)
+        library.borrow(self._uses, 2 + min(self._own) % 254, worker.lent_cores)
 
     def take(self) -> None:
         """Before this worker computes. Who has borrowed one of its cores is gone from it after the layer."""

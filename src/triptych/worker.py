@@ -150,7 +150,7 @@ class Worker:
         if encode:
             worked |= encode.step(forward=self._may_encode())
         self._tick()
-        if not worked:
+        if not worked and not (encode and encode.is_preprocessing):
             self._cores.lend()
         return worked
 

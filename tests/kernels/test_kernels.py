@@ -170,14 +170,14 @@ def test_a_call_borrows_the_cores_that_are_free_and_gives_them_back() -> None:
     packed, x = PackedLinear(torch.randn(640, 96), None), torch.randn(20, 96)
     alone = packed(x)
     uses = (ctypes.c_uint8 * (core + 1))()
-    library.borrow(uses, [core])
+    library.borrow(uses, 7, [core])
 
     def threads_there() -> set[int]:
         return {task for task in map(int, os.listdir("/proc/self/task")) if os.sched_getaffinity(task) == {core}}
 
     try:
         before = threads_there()
-        for use in (1, 2):  # the owner's, another borrower's
+        for use in (1, 8):  # the owner's, another borrower's
             uses[core] = use
             assert torch.equal(packed(x), alone)
             assert (uses[core], threads_there()) == (use, before)
@@ -186,7 +186,7 @@ def test_a_call_borrows_the_cores_that_are_free_and_gives_them_back() -> None:
         assert uses[core] == 0
         assert threads_there()
     finally:
-        library.borrow(None, [])
+        library.borrow(None, 0, [])
 
 
 HEADS, KV_HEADS, HIDDEN, INNER = 4, 2, 96, 160

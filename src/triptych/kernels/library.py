@@ -116,14 +116,15 @@ def set_num_threads(count: int) -> None:
         library.triptych_set_num_threads(c_int64(count))
 
 
-def borrow(uses: ctypes.Array[c_uint8] | None, cores: Sequence[int]) -> None:
+def borrow(uses: ctypes.Array[c_uint8] | None, borrower: int, cores: Sequence[int]) -> None:
     """Calls also compute on those of `cores` that are free by `uses[core]` when they begin. None: no longer.
 
+    `borrower`, 2 to 255, is what they write there meanwhile, another number in each worker.
     `lent_cores.py` says what is written there; it must outlive the calls. Without kernels this does nothing.
     """
     library = _library()
     if library is not None:
-        library.triptych_borrow(uses, (c_int64 * len(cores))(*cores), c_int64(len(cores)))
+        library.triptych_borrow(uses, c_int64(borrower), (c_int64 * len(cores))(*cores), c_int64(len(cores)))
 
 
 def use_tiles(wanted: bool) -> bool:

@@ -377,6 +377,7 @@ class Attempt:
 
     def close(self) -> None:
         """Free what every worker still holds of this attempt; harmless where that is nothing."""
+        self._discharge_tokens(self._num_uncomputed_tokens)  # first, for encodes are planned with what is left
         self._encodes.cancel(self._key)
         for address in self._involved.values():
             if self._registry.find(address.name, address.epoch) is not None:
@@ -387,4 +388,3 @@ class Attempt:
         if self._charged:  # it was submitted
             self._prefixes.settle(self.plan.prefill.address.epoch, self.plan.prefix)
         self._charged.clear()
-        self._discharge_tokens(self._num_uncomputed_tokens)

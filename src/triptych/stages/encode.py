@@ -305,6 +305,11 @@ class EncodeStage:
     def probe(self) -> None:
         self._tower.probe()
 
+    @property
+    def is_preprocessing(self) -> bool:
+        """Whether pictures are being decoded and resized, in processes on this worker's cores."""
+        return any(p.submitted and p.patches is None and not p.error for p in self._prepared.values())
+
     def num_live(self) -> int:
         return len(self._demands)
 

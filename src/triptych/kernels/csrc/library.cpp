@@ -51,8 +51,10 @@ TRIPTYCH_EXPORT int64_t triptych_packed_elements(int64_t num_outputs, int64_t nu
 TRIPTYCH_EXPORT void triptych_set_num_threads(int64_t count) { team().num_own = team().size = static_cast<int>(count); }
 
 // From now on the first MOST_LENT of these `cores` may be borrowed while `uses[core]` says that they are free.
-TRIPTYCH_EXPORT void triptych_borrow(uint8_t* uses, const int64_t* cores, int64_t count) {
+// `borrower` is this worker's number, 2 or more.
+TRIPTYCH_EXPORT void triptych_borrow(uint8_t* uses, int64_t borrower, const int64_t* cores, int64_t count) {
     team().uses = uses;
+    team().borrower = static_cast<uint8_t>(borrower);
     team().num_lent = static_cast<int>(count < Team::MOST_LENT ? count : Team::MOST_LENT);
     for (int i = 0; i < team().num_lent; ++i) team().lent[i] = static_cast<int>(cores[i]);
 }

@@ -14,11 +14,12 @@ namespace triptych {
 
 struct Team {
     static constexpr int MOST_LENT = 64;
-    enum Use : uint8_t { FREE, OWNER, BORROWER };  // of a core, as `lent_cores.py` writes it
+    enum Use : uint8_t { FREE, OWNER };  // of a core, as `lent_cores.py` writes it; else the number of who borrowed it
 
     int num_own = 1;  // threads on the worker's own cores
     int size = 1;     // and those on borrowed ones, during a call
     uint8_t* uses = nullptr;
+    uint8_t borrower = 0;  // this worker's number
     int num_lent = 0;
     int lent[MOST_LENT];      // cores that may be borrowed
     int borrowed[MOST_LENT];  // during a call: the cores of the threads from `num_own` on
@@ -40,7 +41,7 @@ class Borrowed {
         Team& t = team();
         for (int i = 0; i < t.num_lent; ++i) {
             uint8_t use = Team::FREE;
-            if (__atomic_compare_exchange_n(t.uses + t.lent[i], &use, Team::BORROWER, false, __ATOMIC_RELAXED,
+            if (__atomic_compare_exchange_n(t.uses + t.lent[i], &use, t.borrower, false, __ATOMIC_RELAXED,
                                             __ATOMIC_RELAXED))
                 t.borrowed[count++] = t.lent[i];
         }
@@ -50,7 +51,7 @@ class Borrowed {
     ~Borrowed() {
         Team& t = team();
         for (int i = 0; i < count; ++i) {
-            uint8_t use = Team::BORROWER;  // if not, its owner has taken it back
+            uint8_t use = t.borrower;  // if not, its owner has taken it back, and may have lent it to another
             __atomic_compare_exchange_n(t.uses + t.borrowed[i], &use, Team::FREE, false, __ATOMIC_RELAXED,
                                         __ATOMIC_RELAXED);
         }
@@ -87,7 +88,8 @@ void for_each(long count, const Body& body) {
     }
 }
 
-// body(first, end) for one contiguous part of [0, count) a thread.
+// body(first, end) for one contiguous part of [0, count) a thread. All threads of the team come along, those without a
+// part too: libgomp ends threads that the next team lacks.
 template <class Body>
 void for_each_part(long count, const Body& body) {
     const long parts = num_threads() < count ? num_threads() : count;
@@ -95,7 +97,7 @@ void for_each_part(long count, const Body& body) {
         body(0L, count);
         return;
     }
-#pragma omp parallel num_threads(parts)
+#pragma omp parallel num_threads(num_threads())
     {
         settle();
 #pragma omp for schedule(static, 1) nowait
