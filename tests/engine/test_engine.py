@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from tests.engine.requests import BLOCK_SIZE, IMAGE_TOKEN, distinct_tokens, item, make_request
 from triptych.clock import ManualClock
@@ -27,13 +28,20 @@ VOCAB = 10
 
 
 class RecordingRunner:
+    """`known` is the token of greedy chunks, if the runner knows it without logits."""
+
     def __init__(self) -> None:
         self.steps: list[list[SequenceChunk]] = []
+        self.known: int | None = None
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> StepLogits:
         self.steps.append(list(chunks))
         scores = [[Logprobs([t], [0.0], 1) for t in chunk.scoring.token_ids] for chunk in chunks if chunk.scoring]
-        return StepLogits(torch.zeros(sum(chunk.sample for chunk in chunks), 10), scores)
+        sampling = [chunk for chunk in chunks if chunk.sample]
+        tokens = {}
+        if self.known is not None:
+            tokens = {place: self.known for place, chunk in enumerate(sampling) if chunk.greedy}
+        return StepLogits(torch.zeros(len(sampling) - len(tokens), 10), scores, tokens)
 
 
 class Bench:
@@ -111,6 +119,19 @@ def embedding(length: int, value: float = 1.0) -> torch.Tensor:
 def image_prompt(name: str = "a", before: int = 2, length: int = 4, after: int = 2, mm_hash: str = "x") -> RequestState:
     tokens = [*distinct_tokens(0, before), *[IMAGE_TOKEN] * length, *distinct_tokens(1, after)]
     return make_request(name, tokens, [item(mm_hash, before, length)])
+
+
+def test_tokens_that_the_runner_knows_reach_their_requests() -> None:
+    """The others of the step are drawn from logits, which is what everything but a plain greedy request needs."""
+    bench = Bench()
+    bench.runner.known = 4
+    greedy, plain = SamplingParams(max_tokens=2, temperature=0.0), SamplingParams(max_tokens=2)
+    others = [plain, structs.replace(greedy, num_logprobs=0), structs.replace(greedy, presence_penalty=1.0)]
+    params = [others[0], greedy, others[1], greedy, others[2]]
+    requests = [make_request(str(i), distinct_tokens(i, 4), sampling=p) for i, p in enumerate(params)]
+    bench.run(*requests)
+    assert [request.token_ids[4:] for request in requests] == [[WORD, WORD], [4, 4]] * 2 + [[WORD, WORD]]
+    assert [[row.sampling for row in bench.rows].count(p) for p in [*others, greedy]] == [2, 2, 2, 0]
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------

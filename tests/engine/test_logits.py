@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from triptych.engine.batch import SampleRow
-from triptych.engine.logits import changed_logits, changes_logits
+from triptych.engine.logits import changed_logits
 from triptych.engine.sampler import sample
 from triptych.types import SamplingParams
 
@@ -82,7 +82,7 @@ def test_each_field_and_all_together(fields: dict[str, Any], output: list[int]) 
     logits, row = _logits(), _row(output, **fields)
     before = logits.clone()
     changed = changed_logits(logits, row, [EOS])
-    assert changes_logits(row)
+    assert row.changes_logits
     np.testing.assert_allclose(changed.numpy(), _reference(logits.double().numpy(), row), rtol=2e-6, atol=2e-6)
     assert torch.equal(logits, before)
 
@@ -95,14 +95,14 @@ def test_random_fields(seed: int) -> None:
     output = [rng.choice([13, 20, 21, 33, rng.randrange(VOCAB)]) for _ in range(rng.randrange(12))]
     row = _row(output, None if allowed is None else _mask(allowed), **fields)
     logits = _logits(seed)
-    changed = changed_logits(logits, row, [EOS]) if changes_logits(row) else logits
+    changed = changed_logits(logits, row, [EOS]) if row.changes_logits else logits
     np.testing.assert_allclose(changed.numpy(), _reference(logits.double().numpy(), row, allowed), rtol=2e-6, atol=2e-6)
 
 
 def test_nothing_is_changed_unless_it_is_asked_for() -> None:
     ordinary = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, seed=3, stop_token_ids=[7], max_tokens=9)
-    assert not changes_logits(SampleRow(ordinary, [1, 2, 3], 2))
-    assert not changes_logits(_row(min_tokens=len(OUTPUT)))
+    assert not SampleRow(ordinary, [1, 2, 3], 2).changes_logits
+    assert not _row(min_tokens=len(OUTPUT)).changes_logits
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_a_row_is_changed_for_itself_alone(temperature: float) -> None:
         together = [drawn.token_id for drawn in sample(logits, rows, [EOS])]
         assert together == [sample(logits[k : k + 1], [row], [EOS])[0].token_id for k, row in enumerate(rows)]
         for k, row in enumerate(rows):
-            if changes_logits(row):
+            if row.changes_logits:
                 changed = changed_logits(logits[k], row, [EOS])
                 assert changed[together[k]] > -torch.inf
                 assert temperature or together[k] == int(changed.argmax())

@@ -237,6 +237,27 @@ def test_chunks_change_no_bit_of_the_kernels_scores(model: Model) -> None:
     assert torch.equal(runner.forward([_scored(sequence, sequence.chunk(0, end))]).logits, unscored)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_rows_get_the_token_that_their_logits_say(model: Model, dtype: torch.dtype) -> None:
+    """Beside rows that want logits and rows that want none; without kernels all of them get logits."""
+    spec = replace(model.spec, dtype=str(dtype).removeprefix("torch."))
+    runner = ModelRunner.load(spec, torch.zeros((NUM_BLOCKS, *spec.kv_block_shape(model.block_size)), dtype=dtype))
+    wholes = [
+        sequence._replace(embeddings=[e.to(dtype) for e in sequence.embeddings]).chunk(0, len(sequence.token_ids))
+        for sequence in model.sequences
+    ]
+    expected = runner.forward(wholes).logits
+    chunks = [chunk._replace(sample=i != 1, greedy=i in (0, 1, 3)) for i, chunk in enumerate(wholes)]
+    logits, _, tokens = runner.forward(chunks)
+    asked = [i for i in range(len(chunks)) if i != 1]
+    assert set(tokens) <= {0, 2}  # of those that sample, in their order; bounds of so small a model may leave one open
+    assert bool(tokens) == runner.is_native
+    for place, token in tokens.items():
+        assert token == int(expected[asked[place]].argmax())
+    rest = [i for place, i in enumerate(asked) if place not in tokens]
+    torch.testing.assert_close(logits, expected[rest], rtol=0, atol=0 if runner.is_native else 1e-4)
+
+
 def test_embeddings_and_deepstack_reach_the_logits(model: Model) -> None:
     """Without deepstack's rows, or with another image's, the logits are others."""
     runner, sequence = model.runner(), model.sequences[2]

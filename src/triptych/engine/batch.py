@@ -6,8 +6,9 @@ numpy only: the engine needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -46,13 +47,16 @@ class SequenceChunk(NamedTuple):
     embeddings: list[EmbeddingSlice]
     sample: bool  # whether the last token's logits are wanted
     scoring: Scoring | None = None
+    greedy: bool = False  # whether the token with the largest of these logits will do
 
 
 class StepLogits(NamedTuple):
     """What a step leads to, in the order of its chunks."""
 
-    logits: torch.Tensor  # [chunks that sample, vocabulary], float32
+    logits: torch.Tensor  # [chunks that sample and are not in `tokens`, vocabulary], float32
     scores: list[list[Logprobs]]  # of each chunk with `scoring`
+    # Of greedy chunks, by their places among those that sample, if the runner knows them without logits.
+    tokens: Mapping[int, int] = MappingProxyType({})
 
 
 class SampleRow(NamedTuple):
@@ -66,6 +70,26 @@ class SampleRow(NamedTuple):
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether `logits.py` has something to do before a token is drawn."""
+        params = self.sampling
+        return bool(
+            self.grammar_mask is not None
+            or params.allowed_token_ids
+            or params.bad_words
+            or self.num_output_tokens < params.min_tokens
+            or params.logit_bias
+            or params.repetition_penalty != 1
+            or params.frequency_penalty
+            or params.presence_penalty
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether its token is the one with the largest logit, and nothing else is asked of the logits."""
+        return self.sampling.temperature <= 0 and self.sampling.num_logprobs is None and not self.changes_logits
 
 
 class Drawn(NamedTuple):
@@ -103,6 +127,7 @@ class StepBatch:
     sequences: list[SequenceRows]
     embeddings: list[EmbeddingSlice]  # offsets are rows, ascending
     sample_rows: Ints  # [chunks that sample], in the order of the chunks
+    greedy: Ints  # places in `sample_rows` of greedy chunks
     scored: list[ScoredRows]  # of each chunk with `scoring`, in the order of the chunks
 
     @classmethod
@@ -124,13 +149,15 @@ class StepBatch:
             row = sequence.end_row
             rows_of[index] = sequence
         packed = [chunks[index] for index in order]
+        sampling = [(i, chunk) for i, chunk in enumerate(chunks) if chunk.sample]
         return cls(
             token_ids=np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in packed]),
             positions=np.concatenate([chunk.positions for chunk in packed], axis=1),
             slots=np.concatenate(slots),
             sequences=sequences,
             embeddings=embeddings,
-            sample_rows=np.array([rows_of[i].end_row - 1 for i, c in enumerate(chunks) if c.sample], dtype=np.int64),
+            sample_rows=np.array([rows_of[i].end_row - 1 for i, _ in sampling], dtype=np.int64),
+            greedy=np.array([place for place, (_, c) in enumerate(sampling) if c.greedy], dtype=np.int64),
             scored=[ScoredRows(rows_of[i].first_row, c.scoring) for i, c in enumerate(chunks) if c.scoring],
         )
 

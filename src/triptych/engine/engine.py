@@ -186,14 +186,18 @@ class Engine:
         return StepResult(requests, sampled, failed, step.admitted_for_kv, num_prompt_tokens)
 
     def _execute(self, step: ScheduledStep) -> list[Drawn]:
-        chunks = [self._sequence_chunk(chunk) for chunk in step.chunks]
+        rows = {i: self._sample_row(chunk.request) for i, chunk in enumerate(step.chunks) if chunk.samples}
+        chunks = [self._sequence_chunk(chunk, rows.get(i)) for i, chunk in enumerate(step.chunks)]
         output = self._runner.forward(chunks)
         scores = iter(output.scores)
         for chunk, (request, _, _) in zip(chunks, step.chunks, strict=True):
             if chunk.scoring is not None:
                 request.add_scores(chunk.first_position, next(scores))
-        rows = [self._sample_row(chunk.request) for chunk in step.chunks if chunk.samples]
-        return self._sampler(output.logits, rows) if rows else []
+        drawn = {place: Drawn(token_id) for place, token_id in output.tokens.items()}
+        left = {place: row for place, row in enumerate(rows.values()) if place not in drawn}
+        if left:
+            drawn.update(zip(left, self._sampler(output.logits, list(left.values())), strict=True))
+        return [drawn[place] for place in range(len(rows))]
 
     def _sample_row(self, request: RequestState) -> SampleRow:
         """A grammar that cannot be followed fails its own request and no other of the step."""
@@ -204,7 +208,7 @@ class Engine:
             request.fail(error)
         return SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens, mask)
 
-    def _sequence_chunk(self, chunk: ScheduledChunk) -> SequenceChunk:
+    def _sequence_chunk(self, chunk: ScheduledChunk, row: SampleRow | None) -> SequenceChunk:
         request, start = chunk.request, chunk.request.num_computed_tokens
         end = start + chunk.num_tokens
         return SequenceChunk(
@@ -213,8 +217,9 @@ class Engine:
             positions=request.positions.slice(start, end),
             block_table=request.block_table,
             embeddings=self._embedding_slices(request, start, end),
-            sample=chunk.samples,
+            sample=row is not None,
             scoring=request.scoring(start, end),
+            greedy=row is not None and row.is_greedy,
         )
 
     def _embedding_slices(self, request: RequestState, start: int, end: int) -> list[EmbeddingSlice]:

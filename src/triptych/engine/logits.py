@@ -18,20 +18,6 @@ MOST = 1e30
 LEAST_PENALTY = 1e-6  # one that float32 has as 0 would make numbers of what is ruled out
 
 
-def changes_logits(row: SampleRow) -> bool:
-    params = row.sampling
-    return bool(
-        row.grammar_mask is not None
-        or params.allowed_token_ids
-        or params.bad_words
-        or row.num_output_tokens < params.min_tokens
-        or params.logit_bias
-        or params.repetition_penalty != 1
-        or params.frequency_penalty
-        or params.presence_penalty
-    )
-
-
 def changed_logits(logits: torch.Tensor, row: SampleRow, eos_token_ids: Collection[int]) -> torch.Tensor:
     """A copy of `logits` [vocabulary] float32, changed. Token ids beyond the vocabulary are passed over."""
     params, vocab, output_ids = row.sampling, len(logits), row.token_ids[row.num_prompt_tokens :]

@@ -14,7 +14,7 @@ import torch
 
 from triptych.engine import varlen_attention
 from triptych.engine.attention import NAME, register_attention, step_attention
-from triptych.engine.batch import EmbeddingSlice, ScoredRows, SequenceChunk, StepBatch, StepLogits
+from triptych.engine.batch import EmbeddingSlice, Ints, ScoredRows, SequenceChunk, StepBatch, StepLogits
 from triptych.engine.decode_graphs import CudaRecorder, DecodeGraphs
 from triptych.engine.kv_blocks import SCRATCH_BLOCK
 from triptych.engine.logprobs import score
@@ -122,7 +122,18 @@ class ModelRunner:
             masks = self._deepstack_masks(len(embeds), deepstack)
             hidden = self._language(embeds, self._tensor(batch.positions), step=step, **masks)
             sampled = hidden[self._tensor(batch.sample_rows)]
-        return StepLogits(self._logits(sampled), [self._scores(hidden, rows) for rows in batch.scored])
+        scores = [self._scores(hidden, rows) for rows in batch.scored]
+        tokens = self._likeliest(sampled, batch.greedy)
+        if tokens:
+            sampled = sampled[[place for place in range(len(sampled)) if place not in tokens]]
+        return StepLogits(self._logits(sampled), scores, tokens)
+
+    def _likeliest(self, hidden: torch.Tensor, places: Ints) -> dict[int, int]:
+        """Of the rows at `places`, as far as it is known without their logits."""
+        if self._native is None or not len(places):
+            return {}
+        found = self._native.likeliest(hidden[torch.from_numpy(places)])
+        return {place: token for place, token in zip(places.tolist(), found, strict=True) if token is not None}
 
     def _decode(self, token_ids: torch.Tensor, positions: torch.Tensor, step: VarlenAttention) -> torch.Tensor:
         """Logits of all rows."""

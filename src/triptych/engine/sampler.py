@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from triptych.engine.batch import Drawn, SampleRow
-from triptych.engine.logits import MOST, changed_logits, changes_logits
+from triptych.engine.logits import MOST, changed_logits
 from triptych.engine.logprobs import ranked, score
 from triptych.messages import Logprobs
 from triptych.types import SamplingParams
@@ -48,7 +48,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Colle
     As in vLLM: log-probabilities are those of `logits`; what `logits.py` changes comes next, and decides greedy rows
     too; then temperature, min_p, top_k and top_p filter what is drawn from.
     """
-    changed = {i: changed_logits(logits[i], row, eos_token_ids) for i, row in enumerate(rows) if changes_logits(row)}
+    changed = {i: changed_logits(logits[i], row, eos_token_ids) for i, row in enumerate(rows) if row.changes_logits}
     tokens: dict[int, int] = {}
     groups: dict[int | None, list[int]] = {}
     for i, row in enumerate(rows):

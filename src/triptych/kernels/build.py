@@ -15,10 +15,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / "_kernels.so"
-# AVX-512 with bf16 products: `library.available` looks whether the processor has them.
+# AVX-512 with products of bf16 and of 8-bit integers: `library.available` looks whether the processor has them.
 FLAGS = (
     *("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-fopenmp"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
     *("-mamx-tile", "-mamx-bf16"),
 )
 

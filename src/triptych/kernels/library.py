@@ -30,6 +30,15 @@ class Linear(ctypes.Structure):
     _fields_ = [("panels", c_void_p), ("bias", c_void_p), ("num_outputs", c_int64), ("num_inputs", c_int64)]
 
 
+class Rounded(ctypes.Structure):
+    """A weight in 8 bits, and what that leaves out; see `csrc/likeliest.h`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("panels", "steps", "lengths", "errors")),
+        *((name, c_int64) for name in ("num_outputs", "num_inputs")),
+    ]
+
+
 class DecoderLayer(ctypes.Structure):
     _fields_ = [
         *((name, Linear) for name in ("query", "key_value", "output", "gate_up", "down")),
@@ -61,6 +70,8 @@ _SIGNATURES = {
     "pack": [c_void_p, c_void_p, c_int64, c_int64, c_void_p],
     "linear": [POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p],
     "linear_float": [POINTER(Linear), c_void_p, c_int64, c_void_p],
+    "round": [c_void_p, POINTER(Rounded)],
+    "likeliest": [POINTER(Rounded), POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p],
     "norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_double, c_void_p],
     "decoder_layer": [POINTER(DecoderLayer), POINTER(Step), c_void_p, c_void_p],
     "vision_block": [POINTER(VisionBlock), c_void_p, c_void_p, c_void_p, c_int64, c_void_p],
@@ -73,6 +84,8 @@ class Kernels:
     pack: Callable[..., None]
     linear: Callable[..., None]
     linear_float: Callable[..., None]
+    round: Callable[..., None]
+    likeliest: Callable[..., None]
     norm: Callable[..., None]
     decoder_layer: Callable[..., None]
     vision_block: Callable[..., None]
@@ -84,12 +97,17 @@ class Kernels:
             setattr(self, name, function)
         library.triptych_packed_elements.argtypes = [c_int64] * 3
         library.triptych_packed_elements.restype = c_int64
+        library.triptych_in_tiles.argtypes, library.triptych_in_tiles.restype = [c_int64], c_int64
         self._library = library
         self._is_bfloat16 = int(dtype == "bfloat16")
 
     def packed_elements(self, num_outputs: int, num_inputs: int) -> int:
         count: int = self._library.triptych_packed_elements(num_outputs, num_inputs, self._is_bfloat16)
         return count
+
+    def in_tiles(self) -> bool:
+        """Whether weights that are packed now are multiplied in tile registers."""
+        return bool(self._library.triptych_in_tiles(self._is_bfloat16))
 
 
 @cache

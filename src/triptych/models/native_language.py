@@ -7,6 +7,7 @@ parts that the kernels compute.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -18,8 +19,11 @@ from torch import nn
 from triptych.kernels import library
 from triptych.kernels.library import Activation
 from triptych.models.language import LanguageModel
+from triptych.models.likeliest import Likeliest
 from triptych.models.packed_linear import ACTIVATIONS, DTYPES, STEP, PackedLinear, kernels_for, pointer
 from triptych.models.swaps import FusedRMSNorm
+
+logger = logging.getLogger(__name__)
 
 
 class QueryRows(NamedTuple):
@@ -87,6 +91,7 @@ class NativeLanguage:
             model.layers[index] = nn.Identity()  # the weights that were packed go
         head = language.embedding if language.head is None else language.head
         self._head = PackedLinear(head.weight, None)
+        self._likeliest = Likeliest(head.weight, self._head) if Likeliest.can_round(head.weight) else None
         self._kv = kv
         self._float = torch.empty(0, dtype=torch.float32)  # the angles' dtype, for the rotary module
 
@@ -120,10 +125,20 @@ class NativeLanguage:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocabulary] of what `forward` returned."""
+        return self._head.to_float32(self._normed(hidden))
+
+    def likeliest(self, hidden: torch.Tensor) -> list[int | None]:
+        """The first of the largest logits of each row, where it is known without all of them."""
+        if self._likeliest is not None and not self._likeliest.helps:
+            logger.info("the bounds of this head leave too many logits open: greedy tokens are taken from all of them")
+            self._likeliest = None
+        return [None] * len(hidden) if self._likeliest is None else self._likeliest.tokens(self._normed(hidden))
+
+    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = torch.empty_like(hidden)
         weight, eps = self._norm_weight.data_ptr(), self._norm_eps
         self._kernels.norm(hidden.data_ptr(), len(hidden), weight, None, hidden.shape[1], eps, normed.data_ptr())
-        return self._head.to_float32(normed)
+        return normed
 
     def _step(self, rows: StepRows, asking: QueryRows, cos: torch.Tensor, sin: torch.Tensor) -> library.Step:
         selected = asking.selected

@@ -3,6 +3,7 @@
 // Every pointer is the caller's and is used only during the call. Built without a header of Python or torch.
 
 #include "layers.h"
+#include "likeliest.h"
 
 using namespace triptych;
 
@@ -26,6 +27,15 @@ using namespace triptych;
         const Borrowed cores;                                                                                          \
         linear_alone(*layer, static_cast<const T*>(x), num_rows, NONE, out);                                           \
     }                                                                                                                  \
+    TRIPTYCH_EXPORT void triptych_round_##name(const void* weight, const Rounded* rounded) {                            \
+        round_weight(static_cast<const T*>(weight), *rounded);                                                         \
+    }                                                                                                                  \
+    TRIPTYCH_EXPORT void triptych_likeliest_##name(const Rounded* rounded, const Linear* head, const void* x,          \
+                                                   int64_t num_rows, int64_t most, int64_t* tokens) {                  \
+        const Borrowed cores;                                                                                          \
+        const Weight<T> weight{static_cast<const T*>(head->panels), head->num_outputs, head->num_inputs};              \
+        find_likeliest(*rounded, weight, static_cast<const T*>(x), num_rows, most, tokens);                            \
+    }                                                                                                                  \
     TRIPTYCH_EXPORT void triptych_norm_##name(const void* x, int64_t num_rows, const void* weight, const void* bias,   \
                                               int64_t size, double eps, void* out) {                                   \
         norm_rows(static_cast<const T*>(x), num_rows, weight, bias, eps, Rows<T>{static_cast<T*>(out), size, 0});      \
@@ -46,6 +56,10 @@ TRIPTYCH_FOR(bf16, bfloat16)
 
 TRIPTYCH_EXPORT int64_t triptych_packed_elements(int64_t num_outputs, int64_t num_inputs, int64_t is_bfloat16) {
     return is_bfloat16 ? packed_elements<bf16>(num_outputs, num_inputs) : packed_elements<float>(num_outputs, num_inputs);
+}
+
+TRIPTYCH_EXPORT int64_t triptych_in_tiles(int64_t is_bfloat16) {
+    return is_bfloat16 ? in_tiles<bf16>() : in_tiles<float>();
 }
 
 TRIPTYCH_EXPORT void triptych_set_num_threads(int64_t count) { team().num_own = team().size = static_cast<int>(count); }
@@ -70,5 +84,5 @@ TRIPTYCH_EXPORT int64_t triptych_use_tiles(int64_t wanted) {
 TRIPTYCH_EXPORT int64_t triptych_supported() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("fma");
+           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
 }
