@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -15,10 +17,13 @@ SIZES = [(4096, 128), (1000, 48), (37, 16), (64, 96), (5003, 320)]  # vocabulary
 
 
 @pytest.fixture(autouse=True)
-def _kernels() -> None:
+def _kernels() -> Iterator[None]:
     if not library.available():
         pytest.skip(why_no_kernels())
     library.use_tiles(False)
+    yield
+    library.use_tiles(True)
+    library.set_num_threads(1)
 
 
 def _heads(weight: torch.Tensor) -> tuple[Likeliest, PackedLinear]:
