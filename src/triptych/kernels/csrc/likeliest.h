@@ -5,11 +5,11 @@
 //
 //     x w = s t (p q) + (x - s p) w + s p (w - t q)      |x w - s t (p q)| <= |x - s p| |w| + |s p| |w - t q|
 //
-// with x = s p and w = t q but for rounding, p and q whole numbers up to 127. So each logit lies between two bounds.
-// Only what can be the largest by its upper bound is computed from the head's own weights, as the head does, bit for bit.
+// with x = s p and w = t q but for rounding, p and q whole numbers up to 127. That bounds each logit from above. What is not
+// below the best logit known so far is computed from the head's own weights, as the head does, bit for bit.
 //
 // A few large inputs would make the steps of all others coarse. Both sides are therefore turned before they are rounded,
-// by the same reflections (Hadamard's), which leave products as they are and spread what is large over a whole block.
+// by the same reflections (Hadamard's), which leave products as they are, but for a factor, and spread what is large.
 
 #pragma once
 
@@ -35,6 +35,7 @@ struct RoundedRow {
 };
 
 constexpr float ROUND_UP = 1.0001f;  // more than the rounding of what bounds are computed with
+constexpr float LEAST = 1e-30f;      // below it, products are lost: so much is added to each bound
 
 // Vectors that are mixed with each other: a power of two, so many times that they fill a row.
 inline long block_of(long size) { return size / LANES & -(size / LANES); }
@@ -62,18 +63,22 @@ RoundedRow round_row(const T* x, long size, float* turned, int8_t* out) {
     for (long i = 0; i < size; i += LANES)
         largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(turned + i)));
     const float most = _mm512_reduce_max_ps(largest);
-    const float step = most > 1e-30f ? most / 127 : 0.0f;
-    const __m512 per_step = _mm512_set1_ps(step > 0 ? 1 / step : 0.0f);
+    if (most <= LEAST) {
+        std::memset(out, 0, size);
+        return {0, most * size, most * size};
+    }
+    const float step = most / 127;
+    const __m512 per_step = _mm512_set1_ps(1 / step);
     for (long i = 0; i < size; i += LANES) {
-        const __m512 v = _mm512_loadu_ps(turned + i);
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(v, per_step));
-        const __m512 rest = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(step), v);
-        length = _mm512_fmadd_ps(v, v, length);
+        const __m512 v = _mm512_loadu_ps(turned + i), in_steps = _mm512_mul_ps(v, per_step);
+        const __m512i whole = _mm512_cvtps_epi32(in_steps);
+        const __m512 rest = _mm512_mul_ps(_mm512_fnmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(step), v), per_step);
+        length = _mm512_fmadd_ps(in_steps, in_steps, length);
         error = _mm512_fmadd_ps(rest, rest, error);
         _mm_storeu_si128((__m128i*)(out + i), _mm512_cvtsepi32_epi8(whole));
     }
-    return {step, ROUND_UP * std::sqrt(_mm512_reduce_add_ps(length)),
-            ROUND_UP * std::sqrt(_mm512_reduce_add_ps(error))};
+    return {step, ROUND_UP * step * std::sqrt(_mm512_reduce_add_ps(length)),
+            ROUND_UP * step * std::sqrt(_mm512_reduce_add_ps(error))};
 }
 
 // `weight` row-major [n, k].
@@ -136,8 +141,9 @@ void bound_logits(const Rounded& weight, const int32_t* inputs, const AskedRow* 
             const AskedRow& row = rows[i];
             const __m512 sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[i], _mm512_set1_epi32(row.offset)));
             const __m512 about = _mm512_mul_ps(sum, _mm512_mul_ps(steps, _mm512_set1_ps(row.step)));
-            const __m512 off = _mm512_fmadd_ps(lengths, _mm512_set1_ps(row.error),
-                                               _mm512_mul_ps(errors, _mm512_set1_ps(row.length)));
+            const __m512 off = _mm512_fmadd_ps(
+                lengths, _mm512_set1_ps(row.error),
+                _mm512_fmadd_ps(errors, _mm512_set1_ps(row.length), _mm512_set1_ps(LEAST)));
             const __m512 bound = _mm512_mask_add_ps(_mm512_set1_ps(-INFINITY), lanes, about, off);
             _mm512_storeu_ps(upper + i * stride + v * LANES, bound);
         }
