@@ -113,6 +113,43 @@ def test_what_bounds_cannot_say_is_left_to_the_head() -> None:
     assert likeliest.helps
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("of_weights", "of_rows"),
+    [(1e20, 0), (1e30, 1e-32), (1e35, 1e5), (1e20, 1e20), (1e-30, 1e-5), (1e-38, 1), (1, 1e-38)],
+)
+@torch.inference_mode()
+def test_numbers_of_any_size(dtype: torch.dtype, of_weights: float, of_rows: float) -> None:
+    """What overflows or vanishes in bounds, or in the head, is left to it."""
+    torch.manual_seed(6)
+    likeliest, head = _heads((torch.randn(4096, 64) * of_weights).to(dtype))
+    rows = (torch.randn(32, 64) * of_rows).to(dtype)
+    assert all(t in (e, None) for t, e in zip(likeliest.tokens(rows), _expected(head, rows), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [3e37, float("nan"), float("inf")])
+@pytest.mark.parametrize("output", [5, 4095])
+@torch.inference_mode()
+def test_an_output_whose_weights_are_too_large(dtype: torch.dtype, value: float, output: int) -> None:
+    weight = torch.randn(4096, 64)
+    weight[output] = value
+    likeliest, head = _heads(weight.to(dtype))
+    rows = (torch.rand(32, 64) * 1e-3).to(dtype)
+    assert all(t in (e, None) for t, e in zip(likeliest.tokens(rows), _expected(head, rows), strict=True))
+
+
+@torch.inference_mode()
+def test_a_head_with_one_direction_in_common_is_given_up() -> None:
+    """Bounds are right there, and wide: asking so many outputs one by one takes longer than all logits at once."""
+    torch.manual_seed(7)
+    common = torch.randn(1, 256)
+    likeliest, head = _heads(common + 0.1 * torch.randn(8192, 256))
+    rows = 0.5 * common + torch.randn(TRIED_ROWS, 256)
+    assert all(t in (e, None) for t, e in zip(likeliest.tokens(rows), _expected(head, rows), strict=True))
+    assert not likeliest.helps
+
+
 @torch.inference_mode()
 def test_a_hidden_size_that_is_no_whole_number_of_vectors_is_left_to_the_head() -> None:
     assert not Likeliest.can_round(torch.zeros(64, 24))

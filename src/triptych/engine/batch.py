@@ -89,7 +89,9 @@ class SampleRow(NamedTuple):
     @property
     def is_greedy(self) -> bool:
         """Whether its token is the one with the largest logit, and nothing else is asked of the logits."""
-        return self.sampling.temperature <= 0 and self.sampling.num_logprobs is None and not self.changes_logits
+        params = self.sampling
+        is_plain = params.temperature <= 0 and params.num_logprobs is None and not params.grammar
+        return is_plain and not self.changes_logits
 
 
 class Drawn(NamedTuple):

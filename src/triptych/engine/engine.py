@@ -186,18 +186,18 @@ class Engine:
         return StepResult(requests, sampled, failed, step.admitted_for_kv, num_prompt_tokens)
 
     def _execute(self, step: ScheduledStep) -> list[Drawn]:
-        rows = {i: self._sample_row(chunk.request) for i, chunk in enumerate(step.chunks) if chunk.samples}
-        chunks = [self._sequence_chunk(chunk, rows.get(i)) for i, chunk in enumerate(step.chunks)]
+        chunks = [self._sequence_chunk(chunk) for chunk in step.chunks]
         output = self._runner.forward(chunks)
         scores = iter(output.scores)
         for chunk, (request, _, _) in zip(chunks, step.chunks, strict=True):
             if chunk.scoring is not None:
                 request.add_scores(chunk.first_position, next(scores))
+        sampling = [chunk.request for chunk in step.chunks if chunk.samples]
         drawn = {place: Drawn(token_id) for place, token_id in output.tokens.items()}
-        left = {place: row for place, row in enumerate(rows.values()) if place not in drawn}
-        if left:
-            drawn.update(zip(left, self._sampler(output.logits, list(left.values())), strict=True))
-        return [drawn[place] for place in range(len(rows))]
+        rows = {place: self._sample_row(request) for place, request in enumerate(sampling) if place not in drawn}
+        if rows:
+            drawn.update(zip(rows, self._sampler(output.logits, list(rows.values())), strict=True))
+        return [drawn[place] for place in range(len(sampling))]
 
     def _sample_row(self, request: RequestState) -> SampleRow:
         """A grammar that cannot be followed fails its own request and no other of the step."""
@@ -208,18 +208,19 @@ class Engine:
             request.fail(error)
         return SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens, mask)
 
-    def _sequence_chunk(self, chunk: ScheduledChunk, row: SampleRow | None) -> SequenceChunk:
+    def _sequence_chunk(self, chunk: ScheduledChunk) -> SequenceChunk:
         request, start = chunk.request, chunk.request.num_computed_tokens
         end = start + chunk.num_tokens
+        row = SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens)  # masks wait for the forward
         return SequenceChunk(
             token_ids=request.token_ids[start:end],
             first_position=start,
             positions=request.positions.slice(start, end),
             block_table=request.block_table,
             embeddings=self._embedding_slices(request, start, end),
-            sample=row is not None,
+            sample=chunk.samples,
             scoring=request.scoring(start, end),
-            greedy=row is not None and row.is_greedy,
+            greedy=chunk.samples and row.is_greedy,
         )
 
     def _embedding_slices(self, request: RequestState, start: int, end: int) -> list[EmbeddingSlice]:

@@ -85,7 +85,7 @@ class Kernels:
     linear: Callable[..., None]
     linear_float: Callable[..., None]
     round: Callable[..., None]
-    likeliest: Callable[..., None]
+    likeliest: Callable[..., int]
     norm: Callable[..., None]
     decoder_layer: Callable[..., None]
     vision_block: Callable[..., None]
@@ -93,7 +93,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, dtype: str) -> None:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, f"triptych_{name}_{dtype}")
-            function.argtypes, function.restype = arguments, None
+            function.argtypes, function.restype = arguments, c_int64 if name == "likeliest" else None
             setattr(self, name, function)
         library.triptych_packed_elements.argtypes = [c_int64] * 3
         library.triptych_packed_elements.restype = c_int64

@@ -17,7 +17,10 @@ from triptych.models.packed_linear import PackedLinear, kernels_for
 
 LANES = 16  # outputs whose logits are computed at once; a row is a whole number of so many inputs
 MOST_SHARE = 16  # a row whose token might be in more than one of so many vectors is left to the head
-TRIED_ROWS = 1024  # before a head that leaves every other row is given up
+# Where one of so many is computed in the mean, batches gain nothing: single outputs take several times as long as in a
+# product with all rows. After so many rows that is known.
+USUAL_SHARE = 32
+TRIED_ROWS = 1024
 
 
 class Likeliest:
@@ -35,8 +38,8 @@ class Likeliest:
         self._struct = library.Rounded(self._panels.data_ptr(), *pointers, num_outputs, num_inputs)
         weight = weight.detach().contiguous()
         self._kernels.round(weight.data_ptr(), ctypes.byref(self._struct))
-        self._most = num_vectors // MOST_SHARE + 1
-        self._num_rows = self._num_left = 0
+        self._num_vectors = num_vectors
+        self._num_rows = self._num_asked = 0  # rows so far, and vectors whose logits were computed for them
 
     @staticmethod
     def can_round(weight: torch.Tensor) -> bool:
@@ -45,17 +48,16 @@ class Likeliest:
 
     @property
     def helps(self) -> bool:
-        return self._num_rows < TRIED_ROWS or self._num_left * 2 < self._num_rows
+        usual = self._num_vectors // USUAL_SHARE + 1
+        return self._num_rows < TRIED_ROWS or self._num_asked <= usual * self._num_rows
 
     def tokens(self, rows: torch.Tensor) -> list[int | None]:
         """Of each row [n, hidden] in the head's dtype; None: its logits have to say it."""
         rows = rows.contiguous()
         tokens = np.empty(len(rows), dtype=np.int64)
-        head = ctypes.byref(self._head.struct)
-        self._kernels.likeliest(
-            ctypes.byref(self._struct), head, rows.data_ptr(), len(rows), self._most, tokens.ctypes.data
-        )
-        found = [token if token >= 0 else None for token in tokens.tolist()]
-        self._num_rows += len(found)
-        self._num_left += found.count(None)
-        return found
+        rounded, head = ctypes.byref(self._struct), ctypes.byref(self._head.struct)
+        most = self._num_vectors // MOST_SHARE + 1
+        num_asked = self._kernels.likeliest(rounded, head, rows.data_ptr(), len(rows), most, tokens.ctypes.data)
+        self._num_rows += len(rows)
+        self._num_asked += num_asked
+        return [token if token >= 0 else None for token in tokens.tolist()]

@@ -30,11 +30,11 @@ using namespace triptych;
     TRIPTYCH_EXPORT void triptych_round_##name(const void* weight, const Rounded* rounded) {                            \
         round_weight(static_cast<const T*>(weight), *rounded);                                                         \
     }                                                                                                                  \
-    TRIPTYCH_EXPORT void triptych_likeliest_##name(const Rounded* rounded, const Linear* head, const void* x,          \
-                                                   int64_t num_rows, int64_t most, int64_t* tokens) {                  \
+    TRIPTYCH_EXPORT int64_t triptych_likeliest_##name(const Rounded* rounded, const Linear* head, const void* x,       \
+                                                      int64_t num_rows, int64_t most, int64_t* tokens) {               \
         const Borrowed cores;                                                                                          \
         const Weight<T> weight{static_cast<const T*>(head->panels), head->num_outputs, head->num_inputs};              \
-        find_likeliest(*rounded, weight, static_cast<const T*>(x), num_rows, most, tokens);                            \
+        return find_likeliest(*rounded, weight, static_cast<const T*>(x), num_rows, most, tokens);                     \
     }                                                                                                                  \
     TRIPTYCH_EXPORT void triptych_norm_##name(const void* x, int64_t num_rows, const void* weight, const void* bias,   \
                                               int64_t size, double eps, void* out) {                                   \

@@ -13,6 +13,9 @@
 
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+
 #include "gemm.h"
 #include "parallel.h"
 #include "scratch.h"
@@ -35,6 +38,7 @@ struct RoundedRow {
 };
 
 constexpr float ROUND_UP = 1.0001f;  // more than the rounding of what bounds are computed with
+constexpr float LARGEST = 1e37f;      // above it, sums may overflow
 constexpr float LEAST = 1e-30f;      // below it, products are lost: so much is added to each bound
 
 // Vectors that are mixed with each other: a power of two, so many times that they fill a row.
@@ -103,7 +107,8 @@ void round_weight(const T* weight, const Rounded& rounded) {
     }
 }
 
-constexpr int ROUNDED_ROWS = 16;  // whose sums are in registers at once
+constexpr int ROUNDED_ROWS = 16;  // at most, whose sums are in registers at once
+constexpr long ROUNDED_PIECE = 8;  // vectors that all rows are multiplied by before the next ones: they stay in the second cache
 
 struct AskedRow {
     float step;
@@ -117,7 +122,7 @@ inline void add_products(__m512i& sums, __m512i weights, const int32_t& input) {
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "m"(input));
 }
 
-// The upper bounds of MR rows' logits, [MR, stride]. Inputs [k / 4, MR, 4].
+// Of each vector of 16 outputs the largest upper bound, for MR rows: [MR, stride]. Inputs [k / 4, MR, 4].
 template <int MR>
 void bound_logits(const Rounded& weight, const int32_t* inputs, const AskedRow* rows, long first, long end,
                   float* upper, long stride) {
@@ -145,7 +150,7 @@ void bound_logits(const Rounded& weight, const int32_t* inputs, const AskedRow* 
                 lengths, _mm512_set1_ps(row.error),
                 _mm512_fmadd_ps(errors, _mm512_set1_ps(row.length), _mm512_set1_ps(LEAST)));
             const __m512 bound = _mm512_mask_add_ps(_mm512_set1_ps(-INFINITY), lanes, about, off);
-            _mm512_storeu_ps(upper + i * stride + v * LANES, bound);
+            upper[i * stride + v] = _mm512_reduce_max_ps(bound);
         }
     }
 }
@@ -160,67 +165,78 @@ inline __m512 logits_of(const T* x, const Weight<T>& head, long v) {
 }
 
 // Of each row [num_inputs] the output whose logit is the largest, the first of equal ones; -1 if more than `most` vectors
-// of 16 might have it, or a row is not finite. Not for weights in tiles, whose sums have another order.
+// of 16 might have it, or numbers are too large or none at all. Returns how many vectors' logits were computed for that.
+// Not for weights in tiles, whose sums have another order.
 template <class T>
-void find_likeliest(const Rounded& rounded, const Weight<T>& head, const T* x, long num_rows, long most,
+long find_likeliest(const Rounded& rounded, const Weight<T>& head, const T* x, long num_rows, long most,
                     int64_t* tokens) {
     static thread_local Scratch of_inputs, of_rows, of_bounds;
-    const long size = rounded.num_inputs, num_vectors = rounded.num_vectors(), stride = num_vectors * LANES;
+    const long size = rounded.num_inputs, num_vectors = rounded.num_vectors();
     float* turned = of_inputs.take<float>(size + (num_rows + 1) * size / 4);
     int8_t* row_inputs = (int8_t*)(turned + size);
     int32_t* inputs = (int32_t*)(row_inputs + size);
     AskedRow* rows = of_rows.take<AskedRow>(num_rows);
-    float* upper = of_bounds.take<float>(num_rows * stride);
+    float* upper = of_bounds.take<float>(num_rows * num_vectors);
     // Sums of floats, here and in the head, are off by no more than this times both lengths.
     const float unsure = (2 * size + 64) * 0x1p-24f;
     const float scale = 1.0f / block_of(size);
-    for (long row = 0; row < num_rows; ++row) {
-        const RoundedRow result = round_row(x + row * size, size, turned, row_inputs);
-        int32_t sum = 0;
-        for (long k = 0; k < size; ++k) sum += row_inputs[k];
-        rows[row] = {scale * result.step, scale * ROUND_UP * (result.error + unsure * result.length),
-                     scale * ROUND_UP * (result.length + result.error), 128 * sum};
-        const long first = row / ROUNDED_ROWS * ROUNDED_ROWS, count = std::min<long>(num_rows - first, ROUNDED_ROWS);
-        for (long k = 0; k < size / 4; ++k)
-            std::memcpy(inputs + first * size / 4 + k * count + row - first, row_inputs + 4 * k, 4);
+    // Rows that are multiplied at once, about as many in each group.
+    const long num_groups = (num_rows + ROUNDED_ROWS - 1) / ROUNDED_ROWS;
+    const auto group = [&](long g) { return num_rows * g / num_groups; };
+    for (long g = 0; g < num_groups; ++g) {
+        const long first = group(g), count = group(g + 1) - first;
+        for (long row = first; row < first + count; ++row) {
+            const RoundedRow result = round_row(x + row * size, size, turned, row_inputs);
+            int32_t sum = 0;
+            for (long k = 0; k < size; ++k) sum += row_inputs[k];
+            rows[row] = {scale * result.step, scale * ROUND_UP * (result.error + unsure * result.length),
+                         scale * ROUND_UP * (result.length + result.error), 128 * sum};
+            for (long k = 0; k < size / 4; ++k)
+                std::memcpy(inputs + first * size / 4 + k * count + row - first, row_inputs + 4 * k, 4);
+        }
     }
     for_each_part(num_vectors, [&](long first_vector, long end_vector) {
-        for (long first = 0; first < num_rows; first += ROUNDED_ROWS)
-            with_count<ROUNDED_ROWS>(std::min<long>(num_rows - first, ROUNDED_ROWS), [&](auto count) {
-                bound_logits<decltype(count)::value>(rounded, inputs + first * size / 4, rows + first, first_vector,
-                                                     end_vector, upper + first * stride, stride);
-            });
+        for (long v = first_vector; v < end_vector; v += ROUNDED_PIECE)
+            for (long g = 0; g < num_groups; ++g) {
+                const long first = group(g);
+                with_count<ROUNDED_ROWS>(group(g + 1) - first, [&](auto count) {
+                    bound_logits<decltype(count)::value>(rounded, inputs + first * size / 4, rows + first, v,
+                                                         std::min(v + ROUNDED_PIECE, end_vector),
+                                                         upper + first * num_vectors, num_vectors);
+                });
+            }
     });
+    // What is not a number, or infinite, stays so in a sum. Where lengths' products are small, no product overflows.
+    __m512 lengths = _mm512_setzero_ps();
+    for (long v = 0; v < num_vectors; ++v) lengths = _mm512_add_ps(lengths, _mm512_loadu_ps(rounded.lengths + v * LANES));
+    const float total_length = _mm512_reduce_add_ps(lengths);
+    long num_asked = 0;
     for_each(num_rows, [&](long row) {
         tokens[row] = -1;
-        if (!std::isfinite(rows[row].length)) return;
-        const float* bounds = upper + row * stride;
+        if (!(rows[row].length * total_length < LARGEST)) return;
+        const float* bounds = upper + row * num_vectors;
         float largest = -INFINITY;
         int64_t token = -1;
+        long asked = 0;
         const auto ask = [&](long v) {
             const __m512 logits = logits_of(x + row * size, head, v);
             const __mmask16 lanes = first_lanes(rounded.num_outputs - v * LANES);
             const float here = _mm512_mask_reduce_max_ps(lanes, logits);
-            const long which = __builtin_ctz(_mm512_mask_cmpeq_ps_mask(lanes, logits, _mm512_set1_ps(here)) | 1 << LANES);
+            const long which = __builtin_ctz(_mm512_mask_cmpeq_ps_mask(lanes, logits, _mm512_set1_ps(here)));
             if (here > largest || (here == largest && v * LANES < token)) token = v * LANES + which;
             largest = std::max(largest, here);
+            ++asked;
         };
         // The most promising one first: what is below its logit need not be asked.
-        __m512 highest = _mm512_loadu_ps(bounds);
-        for (long v = 1; v < num_vectors; ++v) highest = _mm512_max_ps(highest, _mm512_loadu_ps(bounds + v * LANES));
-        const __m512 most_promising = _mm512_set1_ps(_mm512_reduce_max_ps(highest));
-        long asked_first = 0;
-        while (!_mm512_cmpeq_ps_mask(_mm512_loadu_ps(bounds + asked_first * LANES), most_promising)) ++asked_first;
-        ask(asked_first);
-        long num_asked = 1;
-        for (long v = 0; v < num_vectors; ++v) {
-            const __m512 bound = _mm512_loadu_ps(bounds + v * LANES);
-            if (!_mm512_cmp_ps_mask(bound, _mm512_set1_ps(largest), _CMP_GE_OQ) || v == asked_first) continue;
-            if (++num_asked > most) return;
-            ask(v);
-        }
-        tokens[row] = token;
+        const long promising = std::max_element(bounds, bounds + num_vectors) - bounds;
+        ask(promising);
+        for (long v = 0; v < num_vectors && asked <= most; ++v)
+            if (bounds[v] >= largest && v != promising) ask(v);
+        if (asked <= most) tokens[row] = token;
+#pragma omp atomic
+        num_asked += asked;
     });
+    return num_asked;
 }
 
 }  // namespace triptych
