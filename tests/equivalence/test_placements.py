@@ -21,9 +21,8 @@ from triptych.types import ImageSize, MediaItem, Modality, TextDelta
 
 NUM_CASES = 20  # and two that share a prefix with one of them
 PLACEMENTS = ("EPD", "1E/1PD", "1E/1P/1D")
-MAX_TRIES = (
-    5  # until requests that come together are decoded together: with workers that share cores not always at once
-)
+# Until requests that come together are decoded together: with workers that share cores not always at once.
+MAX_TRIES = 5
 
 
 class Reference(NamedTuple):

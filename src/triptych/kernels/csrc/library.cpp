@@ -27,7 +27,7 @@ using namespace triptych;
         const Borrowed cores;                                                                                          \
         linear_alone(*layer, static_cast<const T*>(x), num_rows, NONE, out);                                           \
     }                                                                                                                  \
-    TRIPTYCH_EXPORT void triptych_round_##name(const void* weight, const Rounded* rounded) {                            \
+    TRIPTYCH_EXPORT void triptych_round_##name(const void* weight, const Rounded* rounded) {                           \
         round_weight(static_cast<const T*>(weight), *rounded);                                                         \
     }                                                                                                                  \
     TRIPTYCH_EXPORT int64_t triptych_likeliest_##name(const Rounded* rounded, const Linear* head, const void* x,       \
